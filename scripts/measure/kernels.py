@@ -49,7 +49,7 @@ STAGES: tuple[tuple[str, str], ...] = (
     (r"^Permute$|^_scatter_kernel$", "permute"),
     (r"^SwigluQuant$|^_swiglu_quant_kernel$", "swiglu_quant"),
     (r"^Combine$|^_combine_kernel$", "combine"),
-    (r"^GroupedGemm|^_grouped_gemm_kernel$|" + OTHERS_GEMM.pattern, GEMM),
+    (r"^GemmSm\d|^_grouped_gemm_kernel$|" + OTHERS_GEMM.pattern, GEMM),
 )
 """Patterns of short names, and the stage that such a kernel is."""
 

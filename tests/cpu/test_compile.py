@@ -25,8 +25,8 @@ from markers import more
 from moe_fp8.kernels import cache as kernel_cache
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import dsl
+from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.a_load import ContiguousRows
 from moe_fp8.kernels.architectures import (
     ARCHITECTURES,
     BLACKWELL,
@@ -34,20 +34,17 @@ from moe_fp8.kernels.architectures import (
     HOPPER,
     of_target,
 )
-from moe_fp8.kernels.barriers import HARDWARE_BARRIERS, Barriers, stage_counts
 from moe_fp8.kernels.batched import compile_batched_gemm
 from moe_fp8.kernels.combine import Combine
-from moe_fp8.kernels.limits import PRODUCER_REGISTERS, SMEM_BYTES
-from moe_fp8.kernels.sm90 import heuristic as sm90
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm90.operands import TokensAsColumns, TokensAsRows
-from moe_fp8.kernels.sm90.swiglu_epilogue import SwigluQuantise
-from moe_fp8.kernels.sm100.config import TMEM_COLUMNS
-from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
-from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
-from moe_fp8.kernels.swiglu_quant import THREADS, SwigluQuant
-from moe_fp8.kernels.tma import EVICT_FIRST
-from moe_fp8.numerics import BLOCK
+from moe_fp8.kernels.configs import PRODUCER_REGISTERS, SMEM_BYTES, TMEM_COLUMNS
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
+from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
+from moe_fp8.kernels.gemm_load import EVICT_FIRST, GemmLoad
+from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
+from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
+from moe_fp8.kernels.swiglu import SWIGLU_THREADS, Activation, SwigluQuant
+from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
 from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
@@ -288,7 +285,9 @@ def test_swiglu_quant(compiled_code):
     )
     used = resources(cubin)
     assert used["frame"] == 0
-    assert used["registers"] * THREADS * SwigluQuant.ctas_per_multiprocessor <= 65536, "two waves"
+    assert used["registers"] * SWIGLU_THREADS * SwigluQuant.ctas_per_multiprocessor <= 65536, (
+        "two waves"
+    )
 
 
 def test_permute(compiled_code):
@@ -488,7 +487,7 @@ def test_given_experts(form, tokens, target, compiled_code):
     architecture = of_target(target)
     configs = architecture.choose_layer(tokens, GIVEN, 1)
     ptx, cubin = compiled_code(kernels.compile_fused, GIVEN, *configs, 132, target, FORMS[form])
-    gathers = architecture.gather(configs[0]) is not None
+    gathers = configs[0].gathers_rows
     assert gathers == (tokens < 14107 or architecture is HOPPER), "few columns, on Hopper"
     kernel = [part for part in re.split(r"\.entry", ptx)][1:]
     assert len(kernel) == (6 if gathers else 7)
@@ -634,7 +633,7 @@ def test_machine_code_of_the_fused_layer(tokens, target, terms, layer, compiled_
     multiprocessors = 132 if target == HOPPER.target else 148
     _, cubin = compiled_code(kernels.compile_fused, shape, *configs, multiprocessors, target)
     codes = check_counts(cubin, " and ".join(map(str, configs)))
-    gemms = {name: text for name, text in codes.items() if "GroupedGemm" in name}
+    gemms = {name: text for name, text in codes.items() if "GemmSm" in name}
     assert len(gemms) == 2
     for text in gemms.values() if target == BLACKWELL.target else ():
         # The first one divides by its scale.
@@ -690,8 +689,8 @@ def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatc
 COMPILE = """
 from pathlib import Path
 from moe_fp8.kernels import operations
-from moe_fp8.kernels.sm100.config import GemmConfig
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm100 as GemmConfig
+from moe_fp8.kernels.configs import Schedule
 from sass import disassemble, early_arrivals
 operations.compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
 (cubin,) = Path().glob("*.cubin")
@@ -753,10 +752,10 @@ def test_the_other_target_gets_the_same_code(name, compiled_code):
 
 def test_an_epilogue_of_another_config():
     """The staging buffer and the rows of a tile are the config's: they must be the epilogue's."""
-    with pytest.raises(ValueError, match="expected an epilogue that quantises"):
+    with pytest.raises(ValueError, match="expected an activation where the config quantises"):
         kernels.compile_grouped_gemm(LARGEST.with_swiglu(1), 512, 256, 2, "sm_100a")
     for config in (LARGEST, LARGEST.with_swiglu(2)):
-        with pytest.raises(ValueError, match="expected quantises=1 and n a multiple of 256"):
+        with pytest.raises(ValueError, match="expected quantises=1, the terms of GEMM2"):
             kernels.compile_fused.make(DEEPSEEK_V3, config, LARGEST, 148, "sm_100a")
 
 
@@ -804,7 +803,7 @@ def test_other_definitions(definition, architecture, rows, terms, compiled_code)
     )
     assert first.swap_ab == (rows == 8)
     # Two ways to route, the permute where rows are not gathered, two GEMMs and the combine.
-    assert ptx.count(".entry") == (6 if architecture.gather(first) else 7)
+    assert ptx.count(".entry") == (6 if first.gathers_rows else 7)
     if architecture is HOPPER:
         assert resources(cubin)["frame"] == 0, "spills"
     if nvdisasm():
@@ -876,11 +875,11 @@ def test_illegal_config(kind, arguments, message):
 
 
 def test_no_two_uses_share_a_named_barrier():
-    first = sorted(Barriers)
+    first = sorted(NamedBarrierId)
     most = max(config.consumer_warpgroups for config in CONFIGS["sm_90a"])
-    assert Barriers.CTA == 0 and Barriers.STAGING - Barriers.CTA == 1
-    assert Barriers.END - Barriers.STAGING >= most, "one a consumer warpgroup"
-    assert first[-1] is Barriers.END and Barriers.END <= HARDWARE_BARRIERS
+    assert NamedBarrierId.CTA == 0 and NamedBarrierId.STAGING - NamedBarrierId.CTA == 1
+    assert NamedBarrierId.END - NamedBarrierId.STAGING >= most, "one a consumer warpgroup"
+    assert first[-1] is NamedBarrierId.END and NamedBarrierId.END <= HARDWARE_BARRIERS
 
 
 def test_what_the_first_gemm_stages():
@@ -888,16 +887,18 @@ def test_what_the_first_gemm_stages():
     each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
     rows = GemmConfig(tile_m=192).with_swiglu(1)
     swapped = GemmConfig(tile_m=16, swap_ab=True).with_swiglu(1)
-    of_rows = SwigluQuantise(rows, TokensAsRows(rows), 4096)
-    of_swapped = SwigluQuantise(swapped, TokensAsColumns(swapped), 4096)
-    assert of_rows.staging_elements() == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
-    assert of_swapped.staging_elements() == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
+    activation = Activation(Swiglu(), False, False)
+    of_rows, of_swapped = (
+        SwigluEpilogueSm90(config, AccumulatorSm90(config), 4096, activation).smem_elements
+        for config in (rows, swapped)
+    )
+    assert of_rows == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
+    assert of_swapped == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
 
 
 @pytest.mark.parametrize("config", CONFIGS["sm_90a"], ids=str)
 def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
-    a_load = ContiguousRows(config)
-    counts = stage_counts(config, a_load.arrivals, a_load.bytes, config.tile_n * BLOCK)
+    counts = GemmLoad(config, 4096, 7168, 32).counts
     # The rows, their scales and the weights of one K block, and the one thread that asks for them.
     rows, columns = config.tile_m, config.tile_n
     assert counts.a_bytes == rows * 128 + (rows + 4) * 4
@@ -906,13 +907,11 @@ def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
     # Four warps a warpgroup, of this CTA and of the other one, if the cluster has two.
     warpgroups = (config.tile_n if config.swap_ab else config.tile_m) // 64
     assert counts.empty_arrivals == 4 * warpgroups * config.cluster_size
-    assert stage_counts(config, 64, 0, 1).full_arrivals == 65
 
 
 def test_a_copy_in_many_arrivals_beside_tma():
     """What a strategy adds reaches the counts: 64 threads that bring rows, none of them by TMA."""
-    counts = stage_counts(GemmConfig(), a_arrivals=64, a_bytes=0, b_bytes=16384)
-    assert counts == (65, 0, 16384, 8)
+    assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
 
 
 @pytest.mark.parametrize("config", EVERY_CONFIG, ids=str)
@@ -924,7 +923,7 @@ def test_stages_fill_shared_memory(config):
 
 @pytest.mark.parametrize("config", CONFIGS["sm_100a"], ids=str)
 def test_accumulators_fit_in_tensor_memory(config):
-    columns = config.num_accumulators * config.mma_columns
+    columns = config.num_accumulators * config.acc_columns
     assert config.num_accumulators >= 2 and columns <= config.tmem_columns <= TMEM_COLUMNS
     assert config.tmem_columns < 2 * max(columns, 32)
 
@@ -933,12 +932,12 @@ def test_what_completes_the_barriers_of_a_stage_on_blackwell():
     """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
     for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
         config = BlackwellConfig(**cluster)
-        counts = stage_counts(config, a_arrivals=1, a_bytes=128 * 128, b_bytes=128 * 128)
+        counts = GemmLoad(config, 4096, 7168, 32).counts
         assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
     # Of a pair's MMA the first CTA hears of both CTAs' operands, and frees the stages of both.
     pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
-    assert pair.weight_rows == 64 and pair.stage_bytes == (128 + 64) * 128
-    assert stage_counts(pair, 1, 128 * 128, 64 * 128) == (4, 128 * 128, 64 * 128, 1)
+    assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
+    assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)
 
 
 def test_thresholds():

@@ -115,7 +115,7 @@ def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypa
     elif why == "a file in its place":
         (tmp_path / "kernels").touch()
     assert compile_ahead.compile_all(geometries) == 2
-    assert made == [operations.fused_kernel(*geometry) for geometry in geometries]
+    assert made == [operations.describe_fused(*geometry) for geometry in geometries]
     assert len(asked) == (why == "failure")
 
 

@@ -8,9 +8,13 @@ import sys
 from typing import Any
 
 import pytest
-from moe_fp8.kernels.gather import GatheredRows
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm90.heuristic import (
+from moe_fp8.kernels import heuristic_sm100 as sm100
+from moe_fp8.kernels.configs import GemmConfig as AnyConfig
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
+from moe_fp8.kernels.configs import LayerRules
+from moe_fp8.kernels.gemm_load import GatheredRows
+from moe_fp8.kernels.heuristic_sm90 import (
     EVEN,
     FEW_ROWS,
     LARGEST,
@@ -22,9 +26,6 @@ from moe_fp8.kernels.sm90.heuristic import (
     UNEVEN,
     choose,
 )
-from moe_fp8.kernels.sm100 import heuristic as sm100
-from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
-from moe_fp8.kernels.tile_config import LayerRules, TileConfig
 from moe_fp8.problem import MoeShape
 
 LAYERS = [(4096, 7168), (7168, 2048)]
@@ -117,7 +118,7 @@ SWAPPED = GemmConfig(tile_m=16, swap_ab=True)
 USUAL = GemmConfig(tile_m=128)
 
 
-def layer_configs(tokens: int, picked: TileConfig, **rules) -> tuple[Any, Any]:
+def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
     """Of rules without bounds but for those given."""
     of_layer = LayerRules(**{"stages": 8, "one_wave": 0, "whole_waves": 0} | rules)
     return of_layer.configs(tokens, SHAPE, 1, lambda rows, n, k, terms=1: picked)

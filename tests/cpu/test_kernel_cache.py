@@ -27,10 +27,10 @@ from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels import route
 from moe_fp8.kernels.architectures import HOPPER
-from moe_fp8.kernels.barriers import Barriers
 from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache, cache_dir
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.swiglu_quant import SwigluQuant
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.swiglu import SwigluQuant
+from moe_fp8.kernels.sync import NamedBarrierId
 from moe_fp8.problem import SILU, Form, Swiglu
 
 ARCH = "sm_90a"
@@ -377,7 +377,7 @@ def test_every_argument_is_part_of_the_key(name, key_of):
 
 
 def test_parameters_are_part_of_the_key_whatever_the_arguments_say():
-    last = (4, 8, Barriers, kernels.Permute, SwigluQuant)
+    last = (4, 8, NamedBarrierId, kernels.Combine, SwigluQuant)
     keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
     assert len({json.dumps(key) for key in keys}) == len(last)
 
@@ -492,7 +492,7 @@ def test_source_digest_follows_imports(tmp_path, monkeypatch):
     shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "copied_moe_fp8")
     monkeypatch.syspath_prepend(tmp_path)
     copied = importlib.import_module("copied_moe_fp8.kernels.compile")
-    kernel = importlib.import_module("copied_moe_fp8.kernels.sm90.gemm").GroupedGemmSm90
+    kernel = importlib.import_module("copied_moe_fp8.kernels.gemm_sm90").GemmSm90
 
     def sources(edited: str) -> str:
         with (copied.PACKAGE_ROOT / "kernels" / f"{edited}.py").open("a") as file:
@@ -691,7 +691,7 @@ COMPILE_IN_THREADS = """
 import sys, threading
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 count, original = [], compiling.cute.compile
 compiling.cute.compile = lambda *a, **k: count.append(1) or original(*a, **k)
 start, made = threading.Barrier(8), []

@@ -21,8 +21,8 @@ FUSED = [
         "kernelsrouteChooseExperts",
         "kernelsrouteNumberRows",
         "kernelspermutePermute",
-        "kernelssm90gemmGroupedGemmSm90",
-        "kernelssm90gemmGroupedGemmSm90",
+        "kernelsgemm_sm90GemmSm90",
+        "kernelsgemm_sm90GemmSm90",
         "kernelscombineCombine",
     )
 ]
@@ -85,7 +85,7 @@ def test_figures_are_medians_and_gaps_may_be_negative(profiled) -> None:
     ("name", "short", "stage"),
     [
         (FUSED[0], "ChooseExperts", "choose"),
-        (FUSED[3], "GroupedGemmSm90", None),  # one GEMM alone: which is not known
+        (FUSED[3], "GemmSm90", None),  # one GEMM alone: which is not known
         (OURS.format("kernelsswiglu_quantSwigluQuant"), "SwigluQuant", "swiglu_quant"),
         ("_route_kernel", "_route_kernel", "choose"),
         (

@@ -381,9 +381,9 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
     lie."""
 
     def key(package: str) -> dict[str, str]:
-        names = ("compile", "sm90.gemm")
+        names = ("compile", "gemm_sm90")
         compiling, gemm = (importlib.import_module(f"{package}.kernels.{n}") for n in names)
-        return compiling.made_of(gemm.GroupedGemmSm90, (1,), (), "sm_90a")
+        return compiling.made_of(gemm.GemmSm90, (1,), (), "sm_90a")
 
     def key_of(packed: bytes, place: str) -> dict[str, str]:
         return key(top_level(unpack(packed, tmp_path / place)).run.__module__.split(".")[0])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm90.heuristic import EVEN, LARGEST, SMALLER, choose
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.heuristic_sm90 import EVEN, LARGEST, SMALLER, choose
 from moe_fp8.layer.routing import group_rows
 from moe_fp8.problem import DEEPSEEK_V3, GroupedRows, MoeShape, expected_rows
 from moe_fp8.v1_loop_padding import LoopPermutation

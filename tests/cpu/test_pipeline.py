@@ -13,7 +13,7 @@ from moe_fp8 import v3_clustered as v3
 from moe_fp8 import v4_flat as v4
 from moe_fp8 import v5_fused as v5
 from moe_fp8 import v6_fused_hifi as v6
-from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.layer import model, pipeline, routing
 from moe_fp8.layer.fused import FusedLayer
 from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from bruteforce import TINY as SHAPE
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
 from moe_fp8.kernels.route import ChooseExperts
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm90.gemm import GroupedGemmSm90
-from moe_fp8.kernels.sm90.swiglu_epilogue import SwigluQuantise
 from moe_fp8.layer import backend
 from moe_fp8.layer.pipeline import PaddedLayer
 from moe_fp8.layer.validate import validate
@@ -268,7 +266,7 @@ def test_the_kernels_take_the_largest_sizes_and_no_larger_ones(name):
     step = {"hidden_size": 128, "intermediate_size": 128}.get(name, 1)
     at_most = {"n_group": 1, "topk_group": 1, name: LARGEST[name]}
     config = GemmConfig(cluster_n=2)
-    kernels = config.with_swiglu(1), config, 132, GroupedGemmSm90, SwigluQuantise, None
+    kernels = config.with_swiglu(1), config, 132, False
     shape = MoeShape(**at_most)
     FusedMoe(shape, *kernels)
     with pytest.raises(ValueError):

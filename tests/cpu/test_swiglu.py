@@ -7,8 +7,8 @@ import pytest
 import torch
 from engines.reference import Weights, layer
 from moe_fp8 import experts, fused_moe
-from moe_fp8.kernels.operations import fused_kernel
-from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.fused import describe_fused
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.pipeline import PlacedLayer
@@ -156,7 +156,7 @@ def test_a_kernel_is_told_by_the_numbers_and_not_by_their_types():
     def parameters(swiglu: Swiglu) -> str:
         shape = dataclasses.replace(SHAPE, swiglu=swiglu)
         configs = GemmConfig().with_swiglu(1), GemmConfig()
-        return repr(fused_kernel(shape, *configs, 132, "sm_90a")[1])
+        return repr(describe_fused(shape, *configs, 132, "sm_90a")[1])
 
     assert parameters(Swiglu(10)) == parameters(Swiglu(10.0)) != parameters(Swiglu(9.0))
     assert parameters(Swiglu(10.0, 1.702)) != parameters(Swiglu(10.0)) != parameters(Swiglu())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.batched_experts import WARPS
+from moe_fp8.kernels.permute import PLACE_WARPS
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
@@ -202,7 +202,7 @@ def test_a_row_s_bits_are_its_own(kernel, emulator):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("blocks", [1, WARPS - 1, WARPS + 1])
+@pytest.mark.parametrize("blocks", [1, PLACE_WARPS - 1, PLACE_WARPS + 1])
 @pytest.mark.parametrize("kernel", [EARLY], ids=str)
 def test_widths_that_warps_do_not_divide(blocks, kernel, emulator):
     shape = MoeShape(40, 40, blocks * 128, 128, 1, 1, 1, "given")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeShape

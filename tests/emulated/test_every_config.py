@@ -6,10 +6,10 @@ import pytest
 import torch
 from gpu.every_config import Job, Sizes, shipped, wrong
 from markers import more
+from moe_fp8.kernels import heuristic_sm90 as sm90
+from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
-from moe_fp8.kernels.sm90 import heuristic as sm90
-from moe_fp8.kernels.sm100 import heuristic as sm100
 from moe_fp8.problem import DEEPSEEK_V3, MoeShape
 
 SMALL = Sizes(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.route import WORD
+from moe_fp8.kernels.route import WORD_TOKENS
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts, given_experts, group_rows
@@ -39,7 +39,7 @@ def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Ten
     slots, experts = (tokens, shape.top_k), given.expert_map
     form = Form(given.topk_ids.dtype, torch.float32, has_map=experts is not None)
     expert, pair_row = (torch.full(slots, -7, dtype=torch.int32) for _ in range(2))
-    marks = torch.full((-(-tokens // WORD), local), -7, dtype=torch.int32)
+    marks = torch.full((-(-tokens // WORD_TOKENS), local), -7, dtype=torch.int32)
     weights = torch.full(slots, torch.nan)
     m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
     token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, 
         (ids, torch.randn(ids.shape), *6 * (torch.empty(0),), offset, placed)
     )
     m_indptr, pair_row, weights, token_of_row = number(given, shape, target)
-    launched = 1 if tokens <= WORD else 2
+    launched = 1 if tokens <= WORD_TOKENS else 2
     assert [report.hazards for report in emulator.reports] == [[]] * launched
     ordered, wanted_weights = given_experts(given, local)
     wanted = group_rows(ordered, wanted_weights, 0, local)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.fused import bound, offsets, parts_of, workspace_bytes
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import Schedule
+from moe_fp8.kernels.fused import max_rows, offsets, workspace_bytes, workspace_parts
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import route
@@ -269,8 +269,8 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     assert not any(report.hazards for report in emulator.reports)
     assert (wanted != 0).any(dim=1).nonzero().flatten().tolist() == [3, tokens - 1]
     assert calc_diff(out, wanted) < TOLERANCE[2]
-    rows = bound(shape, tokens)
-    starts, _ = offsets(parts_of(shape, 2, tokens, rows))
+    rows = max_rows(shape, tokens)
+    starts, _ = offsets(workspace_parts(shape, 2, tokens, rows))
     assert workspace[starts.q : starts.q + 4 * i].count_nonzero() > 2 * i
     begin = starts.o + rows * (4 * h - h - h // 128 * 4)
     a = workspace[begin : begin + 2 * h].view(2, h)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
-from moe_fp8.kernels.sm100.config import GemmConfig
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
+from moe_fp8.kernels.configs import GemmConfigSm100 as GemmConfig
+from moe_fp8.kernels.configs import Schedule
 from moe_fp8.layer import model
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import MoeInputs

@@ -7,11 +7,11 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
+from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
+from moe_fp8.kernels.configs import Schedule
+from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, PICKED
 from moe_fp8.kernels.operations import compile_grouped_gemm
-from moe_fp8.kernels.sm90.config import GemmConfig as Sm90
-from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
-from moe_fp8.kernels.sm100.heuristic import FEW_ROWS, LARGEST, PICKED
-from moe_fp8.kernels.tile_config import Schedule
 from problems import FP8, UNTOUCHED, Gemm, gemm
 
 HOPPER = [

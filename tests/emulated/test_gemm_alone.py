@@ -8,9 +8,9 @@ from markers import more
 from moe_fp8.gemms import batched, flat
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.batched import batched_gemm, compile_batched_gemm
-from moe_fp8.kernels.sm90.config import GemmConfig
-from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
+from moe_fp8.kernels.configs import Schedule
 from problems import UNTOUCHED, gemm
 from ptxemu.testing import replace
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.sm90.config import GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.layer import pipeline
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.pipeline import STAGES, Layer, PaddedLayer, PlacedLayer

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moe_fp8.kernels.sm90.config import GemmConfig as HopperConfig
-from moe_fp8.kernels.sm100.config import GemmConfig as BlackwellConfig
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
+from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
+from moe_fp8.kernels.configs import Schedule
 from problems import gemm
 from ptxemu import MODES
 from ptxemu.testing import Edit, replace

@@ -7,7 +7,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.kernels import operations
-from moe_fp8.kernels.route import WORD, ChooseExperts
+from moe_fp8.kernels.route import WORD_TOKENS, ChooseExperts
 from moe_fp8.layer.routing import choose_experts, group_rows
 from moe_fp8.problem import MoeShape
 
@@ -53,7 +53,7 @@ def draw(shape: MoeShape, tokens: int) -> tuple[torch.Tensor, torch.Tensor | Non
 def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor | None, offset: int):
     tokens, local = logits.shape[0], shape.num_local_experts
     expert = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)
-    marks = torch.full((-(-tokens // WORD), local), -7, dtype=torch.int32)
+    marks = torch.full((-(-tokens // WORD_TOKENS), local), -7, dtype=torch.int32)
     weights = torch.full((tokens, shape.top_k), torch.nan)
     m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
     pair_row = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)

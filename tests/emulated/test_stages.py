@@ -8,10 +8,10 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32
 from markers import more
-from moe_fp8.kernels.combine import STAGES, Combine
+from moe_fp8.kernels.combine import COMBINE_STAGES, Combine
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
 from moe_fp8.kernels.operations import compile_combine, compile_permute, compile_swiglu_quant
-from moe_fp8.kernels.swiglu_quant import divide
+from moe_fp8.kernels.swiglu import divide
 from moe_fp8.layer import model
 from problems import FP8, UNTOUCHED, fp8
 from ptxemu import MODES
@@ -294,7 +294,7 @@ def test_combine_of_float32_rows(mode, emulator):
     o, weights = torch.randn(rows, hidden), torch.rand(tokens, top_k)
     pair_row = torch.randint(-1, rows, (tokens, top_k), dtype=torch.int32)
     pair_row[0] = -1
-    assert (pair_row >= 0).sum() > 2 * STAGES
+    assert (pair_row >= 0).sum() > 2 * COMBINE_STAGES
     out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
     expected = torch.empty_like(out)
     of_tokens = Extent("tokens")

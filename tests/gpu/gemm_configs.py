@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import torch
+from moe_fp8.kernels import heuristic_sm90 as sm90
+from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
-from moe_fp8.kernels.sm90 import heuristic as sm90
-from moe_fp8.kernels.sm90.config import GemmConfig as Sm90
-from moe_fp8.kernels.sm100 import heuristic as sm100
-from moe_fp8.kernels.sm100.config import GemmConfig as Sm100
-from moe_fp8.kernels.tile_config import Schedule
+from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
+from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
+from moe_fp8.kernels.configs import Schedule
 
 HOPPER = (
     Sm90(),

@@ -9,12 +9,13 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, TMA_ROWS
 from . import operations
-from .architectures import of_target
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
-from .dependent import wait_for_previous
-from .tiles import WARP, most_ctas
+from .configs import WARP
+from .fused import GEMMS
+from .gemm_load import ZeroPadding
+from .sync import wait_for_previous
+from .tiles import max_ctas
 from .vectors import BYTES, vector
-from .zero import ZeroPadding
 
 SCALES = BYTES // 4
 """float32 scales of a 16-byte access."""
@@ -64,9 +65,9 @@ class PlaceBatched:
 class BatchedGemm:
     """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; 0 for the others."""
 
-    def __init__(self, config: Any, n: int, k: int, experts: int, gemm: type):
+    def __init__(self, config: Any, n: int, k: int, experts: int):
         self.place = PlaceBatched(k)
-        self.gemm = gemm(config, n, k, experts, side_job=ZeroPadding(n))
+        self.gemm = GEMMS[type(config)](config, n, k, experts, side_job=ZeroPadding(n))
 
     @cute.jit
     def __call__(
@@ -109,7 +110,7 @@ def batched_gemm(a, a_scale, b, b_scale, masked_m, out, config) -> None:
     (experts, n, k), rows = b.shape, a.shape[0] * a.shape[1]
     function = compile_batched_gemm(config, n, k, experts, operations.target_of(a.device))
     scales, tables = a_scale.new_empty(a_scale.numel()), masked_m.new_empty(2 * experts + 1)
-    ctas = most_ctas(config, rows, n, experts, operations.multiprocessors_of(a.device))
+    ctas = max_ctas(config, rows, n, experts, operations.multiprocessors_of(a.device))
     function(a, a_scale, b, b_scale, masked_m, out, scales, tables, ctas)
 
 
@@ -128,5 +129,4 @@ def compile_batched_gemm(config: Any, n: int, k: int, experts: int, target: str)
         Tensor(Int32, (2 * experts + 1,), align=4),
         Scalar(Int32),
     )
-    gemm, _ = of_target(target).classes(config)
-    return compiled(BatchedGemm, (config, n, k, experts, gemm), arguments, target)
+    return compiled(BatchedGemm, (config, n, k, experts), arguments, target)

@@ -1,5 +1,7 @@
 """Weighted sum over every token's local experts, in a fixed order."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -7,22 +9,22 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from .barriers import threads
-from .dependent import wait_for_previous
+from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
+from .configs import WARP
 from .dsl import SmemAllocator
-from .tiles import WARP
-from .vectors import BYTES, load, vector
+from .sync import arrivals, wait_for_previous
+from .vectors import BYTES, alignment, load, vector
 
-MAX_THREADS = 128
-"""That sum; a thread owns 16 bytes of a row."""
-STAGES = 16
-"""Parts of rows that are on their way or at hand; docs/notes/fused.md compares their number."""
+MAX_SUM_THREADS = 128
+"""Threads that sum; each owns 16 bytes of a row."""
+COMBINE_STAGES = 16
+"""Rows in flight or at hand; docs/notes/fused.md compares numbers."""
 LAST = 1
-"""In a stage's note: the row is its token's last one."""
+"""Note of a stage: the row is its token's last one."""
 EMPTY = 2
-"""In a stage's note: there is no row, the token has no local expert."""
+"""Note of a stage: there is no row, the token has no local expert."""
 NOTE_BITS = 2
-"""Below the token in a stage's note."""
+"""Bits of a note below the token."""
 END = -1
 """The note after the last row."""
 
@@ -30,26 +32,26 @@ END = -1
 class Combine:
     """`out[t] = sum_s weights[t, s] * o[pair_row[t, s]]` over the slots with a local expert.
 
-    float32, slots in ascending order: the same in every run. A token without a local expert gets
-    zeros.
+    The sum is in float32, slots in ascending order: the same in every run. A token without a local
+    expert gets zeros.
 
-    The CTAs walk over the tokens, each for a part of the columns: one warp finds the rows there are
-    and asks for this CTA's part of each, one bulk copy a row, as many ahead as the ring has stages;
-    the other warps add them up. `grid = (ctas, column groups)`.
+    The CTAs walk over the tokens, each for a part of the columns. One warp finds the rows and asks
+    for this CTA's part of each, one bulk copy a row, as many ahead as the pipeline has stages. The
+    other warps add them up. `grid = (ctas, column groups)`.
 
-    Pipeline, `STAGES` deep, a row each:
+    Pipeline, `COMBINE_STAGES` deep, a row each:
       full   the loading warp's arrival + the bytes of the copy; the note says whose row it is
       empty  1 arrival a summing warp
 
     Args:
         hidden, top_k: of the layer.
         rows: type of `o`.
-        zeros: whether those tokens' zeros are written; they are there already if not.
-        pairs_known: `pair_row` and `weights` are older than the kernel before.
+        zeros: True: write the zeros of tokens without a local expert. False: they are there.
+        pairs_known: `pair_row` and `weights` were written before the previous kernel.
     """
 
     ctas_per_multiprocessor = 16
-    """More than its shared memory lets in at once (6): 1461 us rather than 1469."""
+    """More than shared memory lets in at once (6): 1461 us rather than 1469."""
 
     def __init__(self, hidden: int, top_k: int, rows=BFloat16, zeros=True, pairs_known=False):
         self.vector = BYTES * 8 // rows.width
@@ -58,14 +60,14 @@ class Combine:
         self.hidden, self.top_k = hidden, top_k
         self.rows, self.zeros, self.pairs_known = rows, zeros, pairs_known
         vectors = hidden // self.vector
-        self.threads = max(n for n in range(1, MAX_THREADS + 1) if vectors % n == 0)
+        self.threads = max(n for n in range(1, MAX_SUM_THREADS + 1) if vectors % n == 0)
         self.warps = -(-self.threads // WARP)
         self.columns = self.threads * self.vector
         self.column_groups = hidden // self.columns
 
-    def most_ctas(self, multiprocessors: int) -> int:
-        """The grid's first extent where there are as many tokens."""
-        return -(-multiprocessors * self.ctas_per_multiprocessor // self.column_groups)
+    def max_ctas(self, num_sms: int) -> int:
+        """Return the grid's first extent where there are as many tokens."""
+        return -(-num_sms * self.ctas_per_multiprocessor // self.column_groups)
 
     @cute.jit
     def __call__(
@@ -84,45 +86,45 @@ class Combine:
             use_pdl=True,
         )
 
-    def _storage(self) -> type:
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[Int64, 2 * STAGES]
-            notes: cute.struct.MemRange[Int32, STAGES]
-            weights: cute.struct.MemRange[Float32, STAGES]
-            held: cute.struct.Align[cute.struct.MemRange[self.rows, self.columns * STAGES], 128]
-
-        return Storage
-
     @cute.kernel
     def kernel(self, o, pair_row, weights, out):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         _, column_group, _ = cute.arch.block_idx()
         first_column = column_group * self.columns
-        storage = SmemAllocator().allocate(self._storage())
+        align, memory = cute.struct.Align, cute.struct.MemRange
+
+        @cute.struct
+        class SharedStorage:
+            barriers: memory[Int64, 2 * COMBINE_STAGES]
+            notes: memory[Int32, COMBINE_STAGES]
+            weights: memory[Float32, COMBINE_STAGES]
+            parts: align[memory[self.rows, self.columns * COMBINE_STAGES], 128]
+
+        storage = SmemAllocator().allocate(SharedStorage)
         ring = pipeline.PipelineAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
-            num_stages=STAGES,
-            producer_group=threads(),
-            consumer_group=threads(self.warps),
+            num_stages=COMBINE_STAGES,
+            producer_group=arrivals(),
+            consumer_group=arrivals(self.warps),
         )
-        per_stage = cute.make_layout(STAGES)
+        per_stage = cute.make_layout(COMBINE_STAGES)
         notes = storage.notes.get_tensor(per_stage), storage.weights.get_tensor(per_stage)
-        held = storage.held.get_tensor(cute.make_layout((self.columns, STAGES)))
+        # (columns, stages): this CTA's part of a row
+        sO = storage.parts.get_tensor(cute.make_layout((self.columns, COMBINE_STAGES)))
         if warp == self.warps:
-            self._load(ring, held, notes, o, pair_row, weights, first_column)
+            self._load(ring, sO, notes, o, pair_row, weights, first_column)
         else:
-            self._sum(ring, held, notes, out, first_column, thread)
+            self._sum(ring, sO, notes, out, first_column, thread)
 
     @cute.jit
-    def _load(self, ring, held, notes, o, pair_row, weights, first_column: Int32):
-        """By one warp: this CTA's part of all rows of its tokens, a stage each."""
+    def _load(self, ring, sO, notes, o, pair_row, weights, first_column: Int32):
+        """Load this CTA's part of all rows of its tokens, a stage each; one warp."""
         tokens = Int32(cute.size(pair_row, mode=[0]))
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, COMBINE_STAGES)
         rows = cute.make_rmem_tensor(self.top_k, Int32)
         scales = cute.make_rmem_tensor(self.top_k, Float32)
         if cutlass.const_expr(not self.pairs_known):
@@ -150,7 +152,7 @@ class Combine:
                 left = cute.arch.shuffle_sync(slots, owner)
                 if cutlass.const_expr(self.zeros):
                     if left == 0:
-                        self._push(ring, state, held, notes, note | EMPTY | LAST)
+                        self._push(ring, state, sO, notes, note | EMPTY | LAST)
                         state.advance()
                 for s in cutlass.range_constexpr(self.top_k):
                     if left & (1 << s):
@@ -158,13 +160,13 @@ class Combine:
                         scale = cute.arch.shuffle_sync(scales[s], owner)
                         is_last = Int32(LAST) if left >> s == 1 else Int32(0)
                         part = o.iterator + Int64(row) * self.hidden + first_column
-                        self._push(ring, state, held, notes, note | is_last, scale, part)
+                        self._push(ring, state, sO, notes, note | is_last, scale, part)
                         state.advance()
-        self._push(ring, state, held, notes, Int32(END))
+        self._push(ring, state, sO, notes, Int32(END))
 
     @cute.jit
-    def _push(self, ring, state, held, notes, note: Int32, weight=None, part=None):
-        """Fill the next stage: with its note, and with this CTA's part of a row if there is one."""
+    def _push(self, ring, state, sO, notes, note: Int32, weight=None, part=None):
+        """Fill the next stage with its note and, if there is one, this CTA's part of a row."""
         ring.sync_object_empty.wait(state.index, state.phase)
         full = ring.producer_get_barrier(state)
         size = self.columns * self.rows.width // 8
@@ -179,7 +181,7 @@ class Combine:
                     cpasync.CopyBulkG2SOp(), self.rows, num_bits_per_copy=8 * size
                 )
                 layout = cute.make_layout(self.columns)
-                to = held[None, state.index].iterator.align(BYTES)
+                to = sO[None, state.index].iterator.align(BYTES)
                 cute.copy(
                     atom,
                     cute.make_tensor(part.align(BYTES), layout),
@@ -188,26 +190,26 @@ class Combine:
                 )
 
     @cute.jit
-    def _sum(self, ring, held, notes, out, first_column: Int32, thread: Int32):
-        """By the other warps: sums and stores the columns of a thread of every token."""
+    def _sum(self, ring, sO, notes, out, first_column: Int32, thread: Int32):
+        """Sum and store a thread's columns of every token; the other warps."""
         if cutlass.const_expr(not self.pairs_known):
             wait_for_previous()
         column = thread * self.vector
         total = cute.make_rmem_tensor(self.vector, Float32)
         total.fill(0.0)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, COMBINE_STAGES)
         ring.consumer_wait(state)
         note = Int32(notes[0][state.index])
         while note != END:
             row = cute.make_rmem_tensor(self.vector, self.rows)
             if thread < self.threads and note & EMPTY == 0:
-                part = cute.local_tile(held[None, state.index], (self.vector,), (thread,))
+                part = cute.local_tile(sO[None, state.index], (self.vector,), (thread,))
                 cute.autovec_copy(part, row)
                 weight = Float32(notes[1][state.index])
                 for i in cutlass.range_constexpr(self.vector):
                     total[i] = cute.math.fma(weight, Float32(row[i]), total[i])
-            # Must be prior to the arrival: ptxas moves that ahead of the reads, and the next copy
-            # then overwrites a row that is still being read. That copy is of another proxy, too.
+            # Must come before the arrival, or ptxas moves that ahead of the reads, and the next
+            # copy overwrites a row that is still being read. The copy is of another proxy, too.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -222,3 +224,16 @@ class Combine:
             state.advance()
             ring.consumer_wait(state)
             note = Int32(notes[0][state.index])
+
+
+@CompiledOnce
+def compile_combine(hidden: int, top_k: int, target: str) -> Any:
+    rows, tokens = Extent("rows"), Extent("tokens")
+    arguments = (
+        Tensor(BFloat16, (rows, hidden)),
+        Tensor(Int32, (tokens, top_k), align=alignment(top_k)),
+        Tensor(Float32, (tokens, top_k), align=alignment(top_k)),
+        Tensor(BFloat16, (tokens, hidden)),
+        Scalar(Int32),
+    )
+    return compiled(Combine, (hidden, top_k), arguments, target)

@@ -15,6 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
 from ..closure import import_closure
@@ -31,6 +32,17 @@ CPU_FIELDS = {
     *("CPU implementer", "CPU part", "Features"),  # Arm
 }
 """Its lines that say which instructions a CPU has."""
+
+
+TYPES = {
+    torch.float32: Float32,
+    torch.bfloat16: BFloat16,
+    torch.float8_e4m3fn: Float8E4M3FN,
+    torch.int32: Int32,
+    torch.int64: Int64,
+    torch.float8_e8m0fnu: Uint8,
+}
+"""The compiler's types by torch's. Exponents alone (e8m0) are passed as bytes."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,13 @@
-"""What becomes of a tile's float32 sums: a strategy of the GEMM.
+"""The epilogue of the grouped GEMM: what becomes of a tile's float32 sums.
 
-A strategy names its shared memory, which rows of B make a tile, what the host function makes of the
-output, and how a consumer warpgroup writes its part of a tile.
+A GEMM calls three hooks of its epilogue:
+
+    output   in the host function: makes the kernel's view of the output
+    staging  in the kernel, by all threads: makes the view of the epilogue's shared memory
+    store    by all threads of a consumer warpgroup: writes its part of a tile
+
+The plain stores and the part of SwiGLU that both architectures share are here; the rest is in
+`epilogue_sm90` and `epilogue_sm100`.
 """
 
 from typing import Any, NamedTuple
@@ -10,178 +16,142 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..numerics import BLOCK
-from .barriers import Barriers
+from .configs import EPILOGUE_N, WARPGROUP
 from .dsl import LayoutEnum
-from .limits import EPILOGUE_COLUMNS, WARPGROUP
+from .gemm_load import TmaTensor
+from .swiglu import Activation, activate_gate, activate_up
+from .sync import NamedBarrierId, announce
 from .tiles import Tile
-from .vectors import BF16_VECTOR, vector
+from .vectors import BF16_VECTOR, E4M3_VECTOR, vector
+
+
+class TilePart(NamedTuple):
+    """A consumer thread's part of a tile.
+
+    `thread` is passed on and not read again: reading it again made ptxas spill 144 bytes of the
+    sums of 192x128 tiles.
+    """
+
+    tile: Tile  # with at least one row in the warpgroup's part
+    warpgroup: Int32  # among the consumer warpgroups
+    thread: Int32  # among the consumer threads
+    stored: Int32  # tiles that this warpgroup has stored before
+
+
+# --- plain stores -------------------------------------------------------------------------------
 
 
 class Output(NamedTuple):
-    """A kernel's view of the output: the TMA atom with its coordinate tensor, the tensor."""
+    """The output of `StoreBf16`."""
 
-    tma: cute.CopyAtom
-    tma_tensor: cute.Tensor  # (rows, n)
+    tma: TmaTensor  # (rows, n)
     tensor: cute.Tensor  # (rows, n) bf16
 
 
 class Staging(NamedTuple):
     """The staging buffer of a CTA: written as the accumulator lies, read as rows of the output."""
 
-    accumulator: cute.Tensor
-    rows: cute.Tensor  # (warpgroup, part, row, 64 columns)
+    accumulator: cute.Tensor  # (tile_m, tile_n) bf16, with swap_ab (tile_n, tile_m)
+    rows: cute.Tensor  # (warpgroup, part, row, 64 columns) bf16
 
 
-class TileShare(NamedTuple):
-    """What a consumer thread has of which tile.
+class StoreBf16:
+    """Round the sums to bfloat16 and store the rows of the tile's expert.
 
-    `thread` is handed on rather than read again: with the latter ptxas spilled 144 bytes of 192x128
-    tiles' sums.
+    A warpgroup's part goes through shared memory (stmatrix). With all its rows it leaves by TMA,
+    while the warpgroup goes on to its next tile. A part in which its expert ends leaves row by row.
     """
 
-    tile: Tile  # with at least one row in the warpgroup's part
-    warpgroup: Int32  # index among the consumer warpgroups
-    thread: Int32  # index among the consumer threads
-    stored: Int32  # tiles that this warpgroup has stored before
+    tma_store = True
+    smem_type = BFloat16
 
-
-class Epilogue:
-    """Base of all. `prefetch` and `finish` suit plain stores, complete when `store` returns."""
-
-    n_halves = 1  # scales of B that the columns of a tile have
-
-    def __init__(self, config: Any, operands: Any, n: int):
-        self.config, self.operands, self.n = config, operands, n
-
-    def prefetch(self, output: Any) -> None:
-        """By one warp, ahead of the first store."""
-
-    def finish(self) -> None:
-        """After a warpgroup's last tile."""
-
-
-class StoreRows(Epilogue):
-    """Base of the epilogues that store the sums as they are."""
-
-    def __init__(self, config: Any, operands: Any, n: int):
-        super().__init__(config, operands, n)
-        # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
+    def __init__(self, config: Any, acc_map: Any, n: int):
+        self.config, self.acc_map, self.n = config, acc_map, n
+        self.smem_elements = config.tile_m * config.tile_n
         self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
 
-    def weights(self, b: cute.Tensor) -> cute.Tensor:
-        """In the host function: (n, k, experts), the rows of B in the order of tile columns."""
-        return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
-
-    def scale_block(self, n_tile: Int32, half: int, warpgroup: Int32) -> Int32:
-        """Row of the B scales for a consumer warpgroup's columns of a tile."""
-        column = n_tile * self.config.tile_n + self.operands.scale_column(warpgroup)
-        if cutlass.const_expr(self.ragged_n):
-            column = cutlass.min(column, self.n - 1)
-        return column // BLOCK
-
-
-class StoreBFloat16(StoreRows):
-    """Rounds the sums to bfloat16 and stores the rows of the tile's expert.
-
-    A warpgroup's part goes through shared memory (stmatrix). With all its rows it goes out by TMA
-    while the warpgroup goes on to its next tile; one that its expert ends in, row by row.
-    """
-
-    staging_type = BFloat16  # of the staging buffer
-
-    def staging_elements(self) -> int:
-        return cute.cosize(self.operands.staging_layout())
+    def output(self, out: cute.Tensor) -> Output:
+        """Make the views of `out` (rows, n) bf16."""
+        box = (self.acc_map.staged_rows, EPILOGUE_N)
+        smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, box, 1)
+        one_stage = cute.slice_(smem, (None, None, 0))
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        return Output(TmaTensor(*cpasync.make_tiled_tma_atom(op, out, one_stage, box)), out)
 
     def staging(self, buffer) -> Staging:
-        layout = self.operands.staging_layout()
-        rows, parts = self.operands.staged_rows, self.operands.parts
-        warpgroups, part = self.config.consumer_warpgroups, rows * EPILOGUE_COLUMNS
-        to_warpgroup, to_part = self.operands.staging_blocks()
+        layout = self.acc_map.staging_layout()
+        rows, parts = self.acc_map.staged_rows, self.acc_map.staged_parts
+        part = rows * EPILOGUE_N
+        to_warpgroup, to_part = self.acc_map.staging_blocks()
         by_rows = cute.make_layout(
-            (warpgroups, parts, rows, EPILOGUE_COLUMNS),
-            stride=(to_warpgroup * part, to_part * part, EPILOGUE_COLUMNS, 1),
+            (self.config.consumer_warpgroups, parts, rows, EPILOGUE_N),
+            stride=(to_warpgroup * part, to_part * part, EPILOGUE_N, 1),
         )
         return Staging(
             buffer.get_tensor(layout.outer, swizzle=layout.inner),
             buffer.get_tensor(by_rows, swizzle=layout.inner),
         )
 
-    def output(self, out: cute.Tensor) -> Output:
-        """In the host function: `out` (rows, n) bf16."""
-        box = (self.operands.staged_rows, EPILOGUE_COLUMNS)
-        smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, box, 1)
-        one = cute.slice_(smem, (None, None, 0))
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        return Output(*cpasync.make_tiled_tma_atom(store, out, one, box), out)
-
-    def prefetch(self, output: Output) -> None:
-        cpasync.prefetch_descriptor(output.tma)
-
     @cute.jit
-    def store(self, output, staging, tiled_mma, acc, share: TileShare):
-        """Write the valid rows of this warpgroup's part of a tile.
-
-        `acc`, a thread's float32 sums, is the accumulator of `tiled_mma`.
-        """
-        tile, warpgroup, thread, _ = share
+    def store(self, output: Output, staging: Staging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of this warpgroup's part; `acc` is a thread's float32 sums, the
+        accumulator of `tiled_mma`."""
+        tile, warpgroup, thread, _ = part
         local = thread % WARPGROUP
         barrier = pipeline.NamedBarrier(
-            barrier_id=Barriers.STAGING + warpgroup, num_threads=WARPGROUP
+            barrier_id=NamedBarrierId.STAGING + warpgroup, num_threads=WARPGROUP
         )
         if local == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        to_smem = self.operands.staged_copy(tiled_mma, thread)
-        shape = cute.shape(to_smem.partition_S(staging.accumulator))
-        rounded = cute.make_rmem_tensor(shape, BFloat16)
+        to_smem = self.acc_map.staged_copy(tiled_mma, thread)
+        rD = cute.make_rmem_tensor(cute.shape(to_smem.partition_S(staging.accumulator)), BFloat16)
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in cutlass.range(cute.size(acc), unroll_full=True):
-            rounded[i] = BFloat16(flat_acc[i])
-        barrier.arrive_and_wait()  # what this warpgroup staged last has been read
-        cute.copy(to_smem, rounded, to_smem.partition_D(staging.accumulator))
+            rD[i] = BFloat16(flat_acc[i])
+        # Must come before the copy, or it overwrites what TMA still reads of the last tile.
+        barrier.arrive_and_wait()
+        cute.copy(to_smem, rD, to_smem.partition_D(staging.accumulator))
+        # Must come before TMA's store, or TMA, another proxy, may read old data.
         cute.arch.fence_proxy("async.shared", space="cta")
         barrier.arrive_and_wait()
 
-        first_token = self.operands.first_token(warpgroup)
+        first_token = self.acc_map.first_token(warpgroup)
         valid = tile.rows - first_token
         row = tile.row + first_token
-        if valid >= self.operands.staged_rows:
+        if valid >= self.acc_map.staged_rows:
             if local == 0:
                 self._store_by_tma(output, staging, tile, row, warpgroup)
                 cute.arch.cp_async_bulk_commit_group()
         else:
             self._store_by_row(output, staging, tile, row, valid, warpgroup, local)
 
-    def finish(self) -> None:
-        # The staging buffer must outlive TMA's reading of it.
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
     def _store_by_tma(self, output, staging, tile: Tile, row, warpgroup) -> None:
         c = self.config
-        g_rows = cute.domain_offset((row, 0), output.tma_tensor)
-        box = (self.operands.staged_rows, EPILOGUE_COLUMNS)
-        for part in range(self.operands.parts):
-            column = tile.n_tile * c.tile_n + self.operands.first_column(warpgroup, part)
-            there = cute.local_tile(g_rows, box, (0, column // EPILOGUE_COLUMNS))
-            source, target = cpasync.tma_partition(
-                output.tma,
+        g_rows = cute.domain_offset((row, 0), output.tma.coordinates)
+        box = (self.acc_map.staged_rows, EPILOGUE_N)
+        for part in range(self.acc_map.staged_parts):
+            column = tile.n_tile * c.tile_n + self.acc_map.first_column(warpgroup, part)
+            gD = cute.local_tile(g_rows, box, (0, column // EPILOGUE_N))  # (staged_rows, 64)
+            tDsD, tDgD = cpasync.tma_partition(
+                output.tma.atom,
                 0,
                 cute.make_layout(1),
                 cute.group_modes(staging.rows[warpgroup, part, None, None], 0, 2),
-                cute.group_modes(there, 0, 2),
+                cute.group_modes(gD, 0, 2),
             )
-            cute.copy(output.tma, source, target)
+            cute.copy(output.tma.atom, tDsD, tDgD)
 
     @cute.jit
     def _store_by_row(self, output, staging, tile: Tile, row, valid, warpgroup, local):
-        """8 threads store the 128 bytes of a row, 16 rows at a time."""
+        """Store 16 rows at a time, 128 bytes of a row by 8 threads."""
         tile_n = self.config.tile_n
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
-        for part in cutlass.range_constexpr(self.operands.parts):
-            column = self.operands.first_column(warpgroup, part) + local % 8 * BF16_VECTOR
+        for part in cutlass.range_constexpr(self.acc_map.staged_parts):
+            column = self.acc_map.first_column(warpgroup, part) + local % 8 * BF16_VECTOR
             inside = Boolean(True)
             if cutlass.const_expr(self.ragged_n):
                 inside = tile.n_tile * tile_n + column < self.n
@@ -190,39 +160,43 @@ class StoreBFloat16(StoreRows):
                     source = cute.local_tile(
                         staging.rows[warpgroup, part, r, None], (BF16_VECTOR,), (local % 8,)
                     )
-                    # Not visible to the compiler, which would store two bytes at a time.
+                    # The alignment is not visible to the compiler, which would store two bytes at a
+                    # time.
                     target = first + Int64(r) * self.n + column
                     cute.autovec_copy(source, vector(target, BF16_VECTOR))
 
 
-class StoreFromRegisters(StoreRows):
-    """Stores the sums of the rows of the tile's expert, out of the registers, in the output's type.
+class StoreRegisters:
+    """Store the sums of the rows of the tile's expert out of the registers, in the output's type.
 
-    Stores of neighbouring threads, or a thread's next one, fill 32-byte sectors of float32: what
-    shared memory would add is their order alone.
+    Stores of neighbouring threads, or a thread's next one, fill 32-byte sectors of float32. Shared
+    memory would add nothing but their order.
     """
 
-    staging_type = Float32  # nothing is staged
+    tma_store = False
+    smem_type = Float32
+    smem_elements = 0
 
-    def staging_elements(self) -> int:
-        return 0
+    def __init__(self, config: Any, acc_map: Any, n: int):
+        self.config, self.acc_map, self.n = config, acc_map, n
+        self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
+
+    def output(self, out: cute.Tensor) -> cute.Tensor:
+        """Return `out` (rows, n) f32 or bf16."""
+        return out
 
     def staging(self, buffer) -> None:
         return
 
-    def output(self, out: cute.Tensor) -> cute.Tensor:
-        """In the host function: `out` (rows, n) f32 or bf16."""
-        return out
-
     @cute.jit
-    def store(self, output, staging, tiled_mma, acc, share: TileShare):
-        """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
-        tile, thread = share.tile, share.thread
-        width = self.operands.columns_side_by_side
+    def store(self, output, staging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of this warpgroup's part; see `StoreBf16.store`."""
+        tile, thread = part.tile, part.thread
+        width = self.acc_map.neighbour_columns
         first = output.iterator + Int64(tile.row) * self.n
         for v in cutlass.range_constexpr(0, cute.size(acc), width):
-            token = self.operands.scale_token(self.operands.scale_of_value(v), thread)
-            column = tile.n_tile * self.config.tile_n + self.operands.column_of_value(v, thread)
+            token = self.acc_map.token(self.acc_map.scale_index(v), thread)
+            column = tile.n_tile * self.config.tile_n + self.acc_map.column(v, thread)
             inside = token < tile.rows
             if cutlass.const_expr(self.ragged_n):
                 inside = inside and column < self.n
@@ -236,5 +210,113 @@ class StoreFromRegisters(StoreRows):
                 cute.autovec_copy(values, vector(target, width))
 
 
-STORE = {1: StoreBFloat16, 2: StoreFromRegisters}
-"""By the FP8 terms of A, see `GemmConfig.terms`."""
+# --- SwiGLU and FP8 -----------------------------------------------------------------------------
+
+
+class Quantised(NamedTuple):
+    """The output of an epilogue that quantises."""
+
+    q: cute.Tensor  # (rows, terms * n / 2) e4m3
+    scale: cute.Tensor  # (n / 256, rows) f32
+    counts: cute.Tensor | None = None  # (experts,) i32: stored elements, see `sync`
+
+
+class SwigluEpilogue:
+    """`c = silu(gate) * up` (or what `swiglu` says), `q = fp8(c / scale)`, `scale = amax(|c|) /
+    448`.
+
+    A scale covers a row's 128 columns. With two terms the rounding error of the first FP8 value is
+    a second one, stored behind the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. The
+    error is at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6
+    of the largest value.
+
+    The arithmetic is that of `SwigluQuant`, but up and gate are not rounded. A row's bits depend
+    neither on the other rows nor on the config or the architecture.
+
+    An architecture's class derives from this one and adds `staging`, `store` and:
+
+        columns        columns of the result that a tile has
+        column_groups  groups of columns of a token that have a maximum of their own
+    """
+
+    tma_store = False
+    smem_type = Float8E4M3FN
+    columns = BLOCK
+    column_groups: int
+
+    def __init__(self, config: Any, acc_map: Any, n: int, activation: Activation):
+        if n % (2 * BLOCK):
+            raise ValueError(f"{config}, n={n}: expected a multiple of {2 * BLOCK}")
+        self.config, self.acc_map, self.activation = config, acc_map, activation
+        self.terms = config.quantises
+        self.intermediate = n // 2
+        self.warps = config.consumer_warps
+        self.rows = config.tile_m  # of the result that a tile makes
+        self.pieces = self.columns // E4M3_VECTOR  # accesses of a row
+        # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
+        self.pitch = self.columns + E4M3_VECTOR
+
+    def output(self, out: tuple) -> Quantised:
+        """Return the fields of `Quantised`."""
+        return Quantised(*out)
+
+    def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
+        """Return the staged rows (rows, columns, terms) e4m3, which begin at `base`."""
+        shape = (self.rows, self.columns, self.terms)
+        stride = (self.pitch, 1, self.rows * self.pitch)
+        return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
+
+    @property
+    def staged_bytes(self) -> int:
+        return self.rows * self.pitch * self.terms
+
+    def activated(self, sums: cute.Tensor, first: int, second: int) -> Float32:
+        """Return `c` of a column, whose sums over the weights' two halves are at `first` and
+        `second`."""
+        gate, up = (first, second) if self.activation.gate_first else (second, first)
+        swiglu = self.activation.swiglu
+        return activate_gate(sums[gate], swiglu) * activate_up(sums[up], swiglu)
+
+    def _largest(self, staging: Any, token: Int32) -> Int32:
+        """Return the maximum over this CTA's columns, as the bits of a float32."""
+        amax = Int32(0)
+        for group in range(self.column_groups):
+            amax = cutlass.max(amax, staging.amax[group, token])
+        return amax
+
+    def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
+        """Make the values' FP8 term; before a later term, what the one before leaves of them."""
+        if term > 0:
+            values.store(values.load() - quantised.load().to(Float32))
+        quantised.store(values.load().to(Float8E4M3FN))
+
+    def _staged(self, staging: Any, row: Int32, term: int) -> cute.Pointer:
+        """Return the place where a term of a row is staged."""
+        return staging.rows.iterator + (term * self.rows + row) * self.pitch
+
+    @cute.jit
+    def _store_piece(self, output: Quantised, staging: Any, tile: Tile, row: Int32, piece: Int32):
+        """Store 16 bytes of each term of a row, if the tile's expert has the row."""
+        if row < tile.rows:
+            source = self._staged(staging, row, 0) + piece * E4M3_VECTOR
+            start = Int64(tile.row + row) * (self.terms * self.intermediate)
+            target = output.q.iterator + start + tile.n_tile * self.columns + piece * E4M3_VECTOR
+            for t in cutlass.range_constexpr(self.terms):
+                term = source + t * self.rows * self.pitch
+                to = vector(target + t * self.intermediate, E4M3_VECTOR)
+                cute.autovec_copy(vector(term, E4M3_VECTOR), to)
+
+    @cute.jit
+    def _announce_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
+        """Tell the next kernel, if it asked, that this CTA's part of a tile is stored."""
+        if cutlass.const_expr(output.counts is not None):
+            barrier.arrive_and_wait()
+            if thread == 0:
+                self._announce_rows(output, tile, 0, self.rows)
+
+    @cute.jit
+    def _announce_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
+        """Announce some rows of a tile; one of the threads that stored them."""
+        rows = cutlass.min(tile.rows - first, count)  # tile.rows may reach past the tile
+        if rows > 0:
+            announce(output.counts, tile.expert, rows * self.columns)

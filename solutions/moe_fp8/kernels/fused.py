@@ -1,9 +1,25 @@
-"""The layer as one host function: routing, permute, GEMM with SwiGLU and FP8, GEMM, combine.
+"""The fused layer: every kernel of a call, launched in order by one compiled host function.
 
-Each kernel is started while the one before it ends (`dependent`). What they hand each other lies
-in one workspace, whose layout follows from the number of tokens.
+    kernel            reads                          writes
+    route (1 to 2)    logits, bias; or given ids     m_indptr, pair_row, token_of_row, weights
+    permute           x, pair_row                    A and its scales, by row    (with many rows)
+    GEMM1             A (or x, gathered), w13        q: SwiGLU of the sums, in FP8 terms
+    GEMM2             q, w2                          o
+    combine           o, pair_row, weights           out
+
+A row is a pair of a token and one of its local experts. Rows lie expert by expert; `m_indptr` says
+where each expert's rows begin. Each kernel starts while its predecessor ends (`sync`). GEMM2 takes
+an expert's rows as soon as GEMM1 has stored them, on SMs that GEMM1 has no tile for.
+
+With few rows GEMM1 gathers its rows from the tokens. With many rows gathering is too slow: a
+permute kernel runs first, and a spare GEMM1 warp zeroes the tokens without a local expert.
+
+What the kernels hand each other lies in one workspace, whose layout follows from the number of
+tokens. `BatchedExperts` is the same for tokens that were brought to their experts already.
 """
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -12,51 +28,65 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..numerics import BLOCK, TMA_ROWS, round_up
-from ..problem import MoeShape
+from ..problem import Form, MoeShape
 from .combine import Combine
-from .expert_gemms import COUNTERS, ExpertGemms
-from .permute import Permute, TokensOfRows
-from .quantise import QuantisedTokens
-from .route import WORD, Route
-from .workspace import offsets, placed, pointer
-from .zero import ZeroTokens
+from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
+from .configs import GemmConfigSm90, GemmConfigSm100
+from .gemm_load import ZeroTokens
+from .gemm_sm90 import GemmSm90
+from .gemm_sm100 import GemmSm100
+from .permute import Permute, PlaceTokens, TokensOfRows, token_arguments
+from .route import WORD_TOKENS, Route, routing_arguments
+from .swiglu import Activation, QuantisedTokens
+from .sync import Ready
+from .tiles import max_ctas
 
-ROWS = {1: BFloat16, 2: Float32}
-"""Type of the rows that the combine sums, by the FP8 terms of the intermediate: where two make it
-as accurate as bfloat16, rounding a pair's row would cost more than they gained."""
+GEMMS: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
+"""The GEMM by the type of its config: the architecture."""
+O_TYPES = {1: BFloat16, 2: Float32}
+"""Type of GEMM2's rows by the FP8 terms of the intermediate. Two terms make it as accurate as
+bfloat16, so rounding a pair's row would cost more than they gain."""
+TILE_COUNTERS = 2
+"""Counters of tiles on demand, one for each GEMM."""
+ALIGN = 256
+"""The parts of the workspace begin at multiples of it, in bytes."""
 
-
-class Parts(NamedTuple):
-    """What the kernels hand each other: (type, extents), or the address, or the tensor."""
-
-    expert: Any
-    marks: Any
-    weights: Any
-    m_indptr: Any
-    pair_row: Any
-    token_of_row: Any
-    counters: Any  # of tiles on demand, of elements that are ready
-    o: Any  # `a` and `a_scale`, which are used before, lie at its end
-    q: Any
-    q_scale: Any
-    x: Any = None  # of tokens in bfloat16 that are gathered
-    x_scale: Any = None
+# --- workspace ----------------------------------------------------------------------------------
 
 
-def parts_of(shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: bool = False) -> Parts:
-    """What there is for so many tokens and rows, of which the tokens may be `quantised` before they
-    are gathered: on the host and in the compiled function alike."""
+class Workspace(NamedTuple):
+    """The parts of the workspace: (type, extents) of each, or its offset, or the tensor."""
+
+    expert: Any  # (tokens, top_k) i32: local expert of each pair, or -1
+    marks: Any  # (ceil(tokens / 32), local) i32: bit t: token t chose the expert
+    weights: Any  # (tokens, top_k) f32
+    m_indptr: Any  # (local + 1,) i32
+    pair_row: Any  # (tokens, top_k) i32: row of each pair, or -1
+    token_of_row: Any  # (rows,) i32
+    counters: Any  # (TILE_COUNTERS + local,) i32: tiles handed out, elements of q that are ready
+    o: Any  # (rows, H): A and its scales, which are used before, lie at its end
+    q: Any  # (rows, terms * I) e4m3
+    q_scale: Any  # (I / 128, rows) f32
+    x: Any = None  # (tokens, H) e4m3: of bfloat16 tokens that are gathered
+    x_scale: Any = None  # (H / 128, tokens) f32
+
+
+def workspace_parts(
+    shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: bool = False
+) -> Workspace:
+    """Type and extents of every part, for ints on the host and Int32 in the host function.
+    `quantised`: tokens are quantised before they are gathered."""
     h = shape.hidden_size
-    i, local, slots = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
-    return Parts(
-        expert=(Int32, slots),
-        marks=(Int32, ((tokens + (WORD - 1)) // WORD, local)),
-        weights=(Float32, slots),
+    i, local, pairs = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
+    return Workspace(
+        expert=(Int32, pairs),
+        marks=(Int32, ((tokens + (WORD_TOKENS - 1)) // WORD_TOKENS, local)),
+        weights=(Float32, pairs),
         m_indptr=(Int32, (local + 1,)),
-        pair_row=(Int32, slots),
+        pair_row=(Int32, pairs),
         token_of_row=(Int32, (rows,)),
-        counters=(Int32, (COUNTERS + local,)),
-        o=(ROWS[terms], (rows, h)),
+        counters=(Int32, (TILE_COUNTERS + local,)),
+        o=(O_TYPES[terms], (rows, h)),
         q=(Float8E4M3FN, (rows, terms * i)),
         q_scale=(Float32, (i // BLOCK, rows)),
         x=(Float8E4M3FN, (tokens, h)) if quantised else None,
@@ -64,47 +94,81 @@ def parts_of(shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: boo
     )
 
 
-def bound(shape: MoeShape, tokens: Any) -> Any:
-    """Upper bound of the rows, a multiple of 4: a token has each expert at most once."""
+def max_rows(shape: MoeShape, tokens: Any) -> Any:
+    """Return the most rows of `tokens` tokens, a multiple of 4: each has an expert at most once."""
     return round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
 
 
 def workspace_bytes(shape: MoeShape, terms: int, tokens: int, quantised: bool = False) -> int:
-    """Bytes of the workspace for `tokens` tokens, whose intermediate is so many FP8 terms."""
-    return offsets(parts_of(shape, terms, tokens, bound(shape, tokens), quantised))[1]
+    """Return the size of the workspace for `tokens` tokens."""
+    rows = max_rows(shape, tokens)
+    return offsets(workspace_parts(shape, terms, tokens, rows, quantised))[1]
+
+
+def offsets(parts: Any) -> tuple[Any, Any]:
+    """Return (where each part begins, bytes of the workspace); a part that is None has none."""
+    at, starts = 0, []
+    for part in parts:
+        starts.append(at)
+        if part is None:
+            continue
+        dtype, extents = part
+        # Multiplied in the order of the extents: the product of the first decides the type.
+        elements = functools.reduce(operator.mul, extents)
+        at = at + round_up(elements * dtype.width // 8, ALIGN)
+    return type(parts)(*starts), at
+
+
+def place(workspace: Int64, starts: Any, parts: Any) -> Any:
+    """Return the parts as row-major tensors, at `starts` from an address on."""
+
+    def tensor(start: Int64, part: tuple | None) -> cute.Tensor | None:
+        if part is None:
+            return None
+        address, (dtype, extents) = workspace + start, part
+        layout = cute.make_ordered_layout(extents, order=tuple(range(len(extents)))[::-1])
+        return cute.make_tensor(pointer(address, dtype), layout)
+
+    return type(parts)(*map(tensor, starts, parts))
+
+
+def pointer(address: Int64, dtype: Any) -> cute.Pointer:
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+
+
+# --- the layer ----------------------------------------------------------------------------------
 
 
 class FusedMoe:
-    """All kernels of the layer.
+    """All kernels of the layer, with its own routing or with experts that the caller gives.
 
-    The classes are the architecture's; without `gather` the rows of A are brought together first.
-    The others are those of `ExpertGemms`.
+    Args:
+        shape: of the layer; `shape.routing == "given"`: ids and weights come from the caller.
+        config1, config2: of GEMM1 and GEMM2, of one architecture.
+        num_sms: multiprocessors of the GPU: a GEMM has no more CTAs.
+        gate_first: rows of gate lie above those of up in w13.
     """
 
-    def __init__(
-        self, shape: MoeShape, config1, config2, multiprocessors: int, gemm, swiglu, gather,
-        gate_first: bool = False,
-    ):  # fmt: skip
+    def __init__(self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool):
         h, top_k = shape.hidden_size, shape.top_k
-        self.shape, self.multiprocessors = shape, multiprocessors
-        self.terms = config2.terms
-        self.gathers = gather is not None
+        self.shape, self.num_sms, self.terms = shape, num_sms, config2.terms
+        self.gathers = config1.gathers_rows
         self.route = Route(shape, names_tokens=True)
         self.permute = Permute(h, top_k, shape.ue8m0)
-        # With few rows the GEMM reads weights all the time, and there is little to zero.
-        # Behind a permute it knows the experts' rows while that is still at work.
-        how: dict[str, Any] = (
-            {"a_load": gather} if gather else {"rows_known": True, "side_job": ZeroTokens(h, top_k)}
+        # Behind a permute kernel GEMM1 knows the experts' rows while that kernel still runs. With
+        # few rows the GEMM reads weights all the time, and there is little to zero.
+        rows: dict[str, Any] = (
+            {"gather": True}
+            if self.gathers
+            else {"rows_known": True, "side_job": ZeroTokens(h, top_k)}
         )
-        self.gemms = ExpertGemms(
-            shape, config1, config2, multiprocessors, gemm, swiglu, gate_first, **how
-        )
-        self.combine = Combine(h, top_k, ROWS[self.terms], zeros=self.gathers, pairs_known=True)
+        self.gemms = ExpertGemms(shape, config1, config2, num_sms, gate_first, **rows)
+        self.combine = Combine(h, top_k, O_TYPES[self.terms], zeros=self.gathers, pairs_known=True)
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16; these four as in `Route`
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16; these four: `Route.__call__`
         bias: cute.Tensor | None,  # (experts,) bf16 or f32
         offset: Int32,
         scaling,
@@ -120,15 +184,15 @@ class FusedMoe:
     ):
         h, local = self.shape.hidden_size, self.shape.num_local_experts
         tokens = cute.size(logits, mode=[0])
-        rows = cute.assume(bound(self.shape, tokens), divby=TMA_ROWS)
+        rows = cute.assume(max_rows(self.shape, tokens), divby=TMA_ROWS)
         quantised = self.gathers and x.element_type is BFloat16
         # Where parts begin takes 64 bits, how large they are 32.
-        starts, _ = offsets(parts_of(self.shape, self.terms, Int64(tokens), Int64(rows), quantised))
-        shapes = parts_of(self.shape, self.terms, tokens, rows, quantised)
-        parts = placed(workspace, starts, shapes)
-        # The permuted rows and their scales, h + h / 32 bytes a row, at the end of `o`, so that its
-        # first rows can be written while these are read.
-        row_bytes = parts.o.element_type.width // 8 * h
+        sizes = self.shape, self.terms
+        starts, _ = offsets(workspace_parts(*sizes, Int64(tokens), Int64(rows), quantised))
+        ws = place(workspace, starts, workspace_parts(*sizes, tokens, rows, quantised))
+        # A and its scales, h + h / 32 bytes a row, lie at the end of o, so that the first rows of o
+        # can be written while A is read.
+        row_bytes = ws.o.element_type.width // 8 * h
         before_a = row_bytes - h - h // BLOCK * 4
         begin = pointer(workspace + (starts.o + Int64(rows) * before_a), Float8E4M3FN)
         a = cute.make_tensor(begin, cute.make_layout((rows, h), stride=(h, 1)))
@@ -137,30 +201,207 @@ class FusedMoe:
 
         self.route(
             logits, bias, offset, scaling,
-            parts.expert, parts.marks, parts.weights, parts.m_indptr,
-            parts.pair_row, parts.token_of_row, parts.counters,
-            QuantisedTokens(x, parts.x, parts.x_scale) if quantised else None, stream,
+            ws.expert, ws.marks, ws.weights, ws.m_indptr, ws.pair_row, ws.token_of_row, ws.counters,
+            QuantisedTokens(x, ws.x, ws.x_scale) if quantised else None, stream,
         )  # fmt: skip
         if cutlass.const_expr(quantised):
-            x, x_scale = parts.x, parts.x_scale
+            x, x_scale = ws.x, ws.x_scale
+        # (2, local): m_indptr[e] and m_indptr[e + 1]
         expert_rows = cute.make_tensor(
-            parts.m_indptr.iterator, cute.make_layout((2, local), stride=(1, 1))
+            ws.m_indptr.iterator, cute.make_layout((2, local), stride=(1, 1))
         )
-        rows_of_a: tuple = (a, a_scale)
-        side_job_tensors: tuple = (parts.pair_row, out)
+        operand_a: tuple = (a, a_scale)
+        side_job_tensors: tuple = (ws.pair_row, out)
         writable_rows: Any = Int32(Int64(rows) * before_a // row_bytes)
         if cutlass.const_expr(self.gathers):
-            rows_of_a = (x, parts.token_of_row), x_scale
+            operand_a = (x, ws.token_of_row), x_scale
             side_job_tensors, writable_rows = (), None
         else:
             by_row = None
             if cutlass.const_expr(x.element_type is not BFloat16):
-                end = cute.domain_offset((local,), parts.m_indptr)
-                by_row = TokensOfRows(parts.token_of_row, end)
-            self.permute(x, x_scale, parts.pair_row, a, a_scale, by_row, stream)
+                end = cute.domain_offset((local,), ws.m_indptr)
+                by_row = TokensOfRows(ws.token_of_row, end)
+            self.permute(x, x_scale, ws.pair_row, a, a_scale, by_row, stream)
         self.gemms.launch(
-            rows_of_a, (w13, w13_scale, w2, w2_scale), parts.q, parts.q_scale, parts.o,
-            expert_rows, parts.counters, rows, stream, side_job_tensors, writable_rows,
+            operand_a, (w13, w13_scale, w2, w2_scale), ws.q, ws.q_scale, ws.o,
+            expert_rows, ws.counters, rows, stream, side_job_tensors, writable_rows,
         )  # fmt: skip
-        ctas = cutlass.min(tokens, self.combine.most_ctas(self.multiprocessors))
-        self.combine(parts.o, parts.pair_row, parts.weights, out, ctas, stream)
+        ctas = cutlass.min(tokens, self.combine.max_ctas(self.num_sms))
+        self.combine(ws.o, ws.pair_row, ws.weights, out, ctas, stream)
+
+
+class ExpertGemms:
+    """GEMM1 with SwiGLU and FP8, then GEMM2: `o[r] = w2[e] @ swiglu(w13[e] @ a[r])`.
+
+    `rows` says what GEMM1 knows of its rows: `gather`, `rows_known` and `side_job` of `GemmLoad`.
+    """
+
+    def __init__(
+        self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool, **rows: Any
+    ):
+        if config1.quantises != config2.terms:
+            raise ValueError(
+                f"{config1}: expected quantises={config2.terms}, as {config2} has terms"
+            )
+        h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
+        self.local, self.num_sms = local, num_sms
+        # A GEMM2 that runs beside GEMM1 asks for tiles, because some of its CTAs start earlier.
+        self.hands_over = config2.dynamic
+        gemm, activation = GEMMS[type(config1)], Activation(shape.swiglu, gate_first, shape.ue8m0)
+        self.gemm1 = gemm(config1, 2 * i, h, local, activation=activation, **rows)
+        self.gemm2 = gemm(config2, h, i, local, rows_known=True)
+
+    def launch(
+        self,
+        operand_a: tuple,  # A and its scales, as `GemmSm90.launch` takes them
+        weights: tuple,  # w13, w13_scale, w2, w2_scale
+        q: cute.Tensor,  # (rows, terms * I) e4m3, written
+        q_scale: cute.Tensor,  # (I / 128, rows) f32, written
+        o: cute.Tensor,  # (rows, H), written
+        expert_rows: cute.Tensor,  # (2, local) i32: first row, end
+        counters: cute.Tensor,  # (TILE_COUNTERS + local,) i32, zero
+        rows: Int32,
+        stream: cuda.CUstream,
+        side_job_tensors: tuple = (),
+        writable_rows: Int32 | None = None,  # as in `Ready`
+    ) -> None:
+        """Launch both GEMMs, in the host function."""
+        w13, w13_scale, w2, w2_scale = weights
+        counts = ready = None
+        if self.hands_over:
+            begin = cute.domain_offset((TILE_COUNTERS,), counters).iterator
+            counts = cute.make_tensor(begin, cute.make_layout(self.local))
+            ready = Ready(counts, writable_rows)
+        self.gemm1.launch(
+            *operand_a, w13, w13_scale, (q, q_scale, counts),
+            expert_rows, counters, self._ctas(self.gemm1, rows), stream,
+            side_job_tensors=side_job_tensors,
+        )  # fmt: skip
+        counter2 = cute.domain_offset((1,), counters)
+        self.gemm2.launch(
+            q, q_scale, w2, w2_scale, o,
+            expert_rows, counter2, self._ctas(self.gemm2, rows), stream, ready=ready,
+        )  # fmt: skip
+
+    def _ctas(self, gemm: Any, rows: Int32) -> Int32:
+        return max_ctas(gemm.config, rows, gemm.n, gemm.experts, self.num_sms, minimum=cutlass.min)
+
+
+# --- batched experts ----------------------------------------------------------------------------
+
+PLACE_CTAS = 2
+"""CTAs a multiprocessor of the kernel that places batched rows."""
+
+
+class BatchedWorkspace(NamedTuple):
+    """The parts of the workspace of `BatchedExperts`, as in `Workspace`."""
+
+    expert_rows: Any  # (2, local) i32
+    counters: Any  # (TILE_COUNTERS + local,) i32
+    q: Any  # (rows, terms * I) e4m3
+    q_scale: Any  # (I / 128, rows) f32
+    x_scale: Any  # (H / 128, rows) f32
+    x: Any = None  # (rows, H) e4m3, of tokens in bfloat16
+
+
+def batched_parts(shape: MoeShape, terms: int, rows: Any, quantised: bool) -> BatchedWorkspace:
+    """Type and extents of every part for the rows of all experts together, a multiple of 4."""
+    h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
+    return BatchedWorkspace(
+        expert_rows=(Int32, (2, local)),
+        counters=(Int32, (TILE_COUNTERS + local,)),
+        q=(Float8E4M3FN, (rows, terms * i)),
+        q_scale=(Float32, (i // BLOCK, rows)),
+        x_scale=(Float32, (h // BLOCK, rows)),
+        x=(Float8E4M3FN, (rows, h)) if quantised else None,
+    )
+
+
+def batched_workspace_bytes(shape: MoeShape, terms: int, rows: int, quantised: bool) -> int:
+    """Return the size of the workspace for `rows` rows of every expert."""
+    flat = round_up(shape.num_local_experts * rows, TMA_ROWS)
+    return offsets(batched_parts(shape, terms, flat, quantised))[1]
+
+
+class BatchedExperts:
+    """The experts of tokens that lie by expert, R places each: a kernel that places, two GEMMs."""
+
+    def __init__(self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool):
+        self.shape, self.terms = shape, config2.terms
+        self.place_ctas = PLACE_CTAS * num_sms
+        self.place = PlaceTokens(shape.hidden_size, TILE_COUNTERS, shape.ue8m0)
+        self.gemms = ExpertGemms(shape, config1, config2, num_sms, gate_first)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # (local, R, H) e4m3 or bf16
+        x_scale: cute.Tensor | None,  # (local, R, H / 128) f32 of any strides, None of bf16
+        num_tokens: cute.Tensor,  # (local,) i32
+        w13: cute.Tensor,  # (local, 2 I, H) e4m3
+        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32
+        w2: cute.Tensor,  # (local, H, I) e4m3
+        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32
+        out: cute.Tensor,  # (local, R, H) bf16
+        workspace: Int64,  # its address
+        stream: cuda.CUstream,
+    ):
+        local, h = self.shape.num_local_experts, self.shape.hidden_size
+        places = Int32(cute.size(x, mode=[1]))
+        rows = local * places
+        # TMA: strides of 16 bytes.
+        whole = cute.assume(round_up(rows, TMA_ROWS), divby=TMA_ROWS)
+        quantised = x.element_type is BFloat16
+        starts, _ = offsets(batched_parts(self.shape, self.terms, Int64(whole), quantised))
+        ws = place(workspace, starts, batched_parts(self.shape, self.terms, whole, quantised))
+        flat = cute.make_layout((rows, h), stride=(h, 1))
+        a, tokens = cute.make_tensor(x.iterator, flat), None
+        if cutlass.const_expr(quantised):
+            tokens = QuantisedTokens(a, ws.x, ws.x_scale)
+            a = ws.x
+        self.place.launch(
+            tokens, x_scale, num_tokens, places, ws.x_scale, ws.expert_rows, ws.counters,
+            self.place_ctas, stream,
+        )  # fmt: skip
+        self.gemms.launch(
+            (a, ws.x_scale), (w13, w13_scale, w2, w2_scale), ws.q, ws.q_scale,
+            cute.make_tensor(out.iterator, flat), ws.expert_rows, ws.counters, rows, stream,
+        )  # fmt: skip
+
+
+# --- compilation --------------------------------------------------------------------------------
+
+
+@CompiledOnce
+def compile_fused(*geometry: Any) -> Any:
+    """Compile the whole layer; parameters: `describe_fused`."""
+    return compiled(*describe_fused(*geometry))
+
+
+def describe_fused(
+    shape: MoeShape, config1: Any, config2: Any, num_sms: int, target: str, form: Form | None = None
+) -> tuple[type, tuple, tuple, str]:
+    """Return what `compiled` and `is_kept` take for the whole layer, without a GPU."""
+    form = form or Form.usual(shape)
+    local, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    tokens = Extent("tokens")
+    scale, align = TYPES[form.weight_scale], form.weight_scale.itemsize
+    weights = (
+        Tensor(Float8E4M3FN, (local, 2 * i, h)),
+        Tensor(scale, (local, 2 * i // BLOCK, h // BLOCK), align),
+        Tensor(Float8E4M3FN, (local, h, i)),
+        Tensor(scale, (local, h // BLOCK, i // BLOCK), align),
+    )
+    parameters = (shape, config1, config2, num_sms, form.gate_first)
+    arguments: tuple[Argument, ...]
+    if form.batched:
+        x, x_scale = Tensor(TYPES[form.x], (local, tokens, h)), None
+        if form.has_scales:
+            strides = tuple(Extent(f"{what} stride") for what in ("expert", "token", "block"))
+            x_scale = Tensor(Float32, (local, tokens, h // BLOCK), 4, strides)
+        num_tokens, out = Tensor(Int32, (local,), align=4), Tensor(BFloat16, (local, tokens, h))
+        arguments = (x, x_scale, num_tokens, *weights, out, Scalar(Int64))
+        return BatchedExperts, parameters, arguments, target
+    out, given = Tensor(BFloat16, (tokens, h)), routing_arguments(shape, tokens, form)
+    arguments = (*given, *token_arguments(h, tokens, form), *weights, out, Scalar(Int64))
+    return FusedMoe, parameters, arguments, target

@@ -1,53 +1,59 @@
-"""Copies every token, with its scales, to the rows of its local pairs."""
+"""Bring tokens to the rows of their experts: `Permute` copies them, `PlaceTokens` finds them
+there."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..numerics import BLOCK
-from .dependent import wait_for_previous
-from .quantise import quantise
-from .tiles import WARP
-from .vectors import BF16_VECTOR, E4M3_VECTOR, load, vector
+from ..numerics import BLOCK, round_up
+from ..problem import Form
+from .compile import TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
+from .configs import WARP
+from .swiglu import QuantisedTokens, quantise, quantise_token
+from .sync import wait_for_previous
+from .vectors import BF16_VECTOR, E4M3_VECTOR, alignment, load, vector
 
-THREADS = 64
-"""A row of 7168 is then 7 vectors a thread, none left over."""
+PERMUTE_THREADS = 64
+"""A row of 7168 values is then 7 vectors a thread, none left over."""
+PLACE_WARPS = 8
+"""Warps of a CTA of `PlaceTokens` that copies scales."""
 
 
 class TokensOfRows(NamedTuple):
-    """Which token each row is a copy of."""
+    """The token that each row is a copy of."""
 
     token_of_row: cute.Tensor  # (rows,) i32
-    end: cute.Tensor  # (1,) i32: rows that there are
+    end: cute.Tensor  # (1,) i32: number of rows in use
 
 
 class Permute:
     """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]` where local.
 
     By token rather than by row: a token's values are read once for all its rows, the grid follows
-    from the number of tokens, and neither the number of rows nor the token of a row is needed.
-    A token without a local expert costs the load of its `pair_row`.
+    from the number of tokens, and neither the number of rows nor the token of a row is needed. A
+    token without a local expert costs the load of its `pair_row`.
 
     A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
 
-    A token's scales go to one column of `a_scale`, each to another sector: 4 of 32 bytes, which
-    keep L2 busy for longer than whole ones. So where `TokensOfRows` are known, other CTAs, ahead of
-    these, copy the scales of 32 rows each, or find that there are no more: a warp writes 128 bytes
-    in one piece.
+    The scales of a token go to one column of `a_scale`, each to another sector: 4 of 32 bytes,
+    which keep L2 busy longer than whole sectors. So where `TokensOfRows` is known, other CTAs,
+    ahead of these, copy the scales of 32 rows each (or find that there are no more): a warp writes
+    128 bytes in one piece.
 
-    Tokens in bfloat16 it quantises first: eight neighbouring threads have the 128 values of a
-    scale. That takes arithmetic while it waits for memory, and saves a kernel that would write the
-    tokens and have them read again; those that no expert here has are not quantised at all.
+    Tokens in bfloat16 are quantised first: eight neighbouring threads have the 128 values of a
+    scale. That takes arithmetic while the kernel waits for memory, and saves a kernel that would
+    write the tokens and have them read again. Tokens without a local expert are not quantised at
+    all.
     """
 
     def __init__(self, hidden: int, top_k: int, ue8m0: bool = False):
         self.hidden, self.top_k, self.ue8m0 = hidden, top_k, ue8m0
         self.blocks = hidden // BLOCK
-        self.vectors_per_thread = -(-hidden // (E4M3_VECTOR * THREADS))
-        self.blocks_per_thread = -(-self.blocks // THREADS)
+        self.vectors_per_thread = -(-hidden // (E4M3_VECTOR * PERMUTE_THREADS))
+        self.blocks_per_thread = -(-self.blocks // PERMUTE_THREADS)
 
     @cute.jit
     def __call__(
@@ -60,33 +66,37 @@ class Permute:
         by_row: TokensOfRows | None,  # of e4m3 tokens
         stream: cuda.CUstream,
     ):
-        of_scales = Int32(0)
+        scale_ctas = Int32(0)
         if cutlass.const_expr(by_row is not None):
-            of_scales = cute.ceil_div(cute.size(a, mode=[0]), WARP)
-        self.kernel(x, x_scale, pair_row, a, a_scale, by_row, of_scales).launch(
-            grid=[of_scales + cute.size(x, mode=[0]), 1, 1],
-            block=[THREADS, 1, 1],
+            scale_ctas = cute.ceil_div(cute.size(a, mode=[0]), WARP)
+        self.kernel(x, x_scale, pair_row, a, a_scale, by_row, scale_ctas).launch(
+            grid=[scale_ctas + cute.size(x, mode=[0]), 1, 1],
+            block=[PERMUTE_THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, x, x_scale, pair_row, a, a_scale, by_row, of_scales: Int32):
+    def kernel(self, x, x_scale, pair_row, a, a_scale, by_row, scale_ctas: Int32):
         block, _, _ = cute.arch.block_idx()
         wait_for_previous()
         if cutlass.const_expr(by_row is None):
             self._copy(x, x_scale, pair_row, a, a_scale, block)
-        elif block < of_scales:
+        elif block < scale_ctas:
             self._copy_scales(x_scale, by_row, a_scale, block)
         else:
-            self._copy(x, None, pair_row, a, None, block - of_scales)
+            self._copy(x, None, pair_row, a, None, block - scale_ctas)
 
     @cute.jit
     def _copy_scales(self, x_scale, by_row: TokensOfRows, a_scale, block: Int32):
-        """Of 32 rows, a row in each lane; warps alternate, the first one has an odd last block."""
+        """Copy the scales of 32 rows, each lane those of one row:
+
+        warp 0      blocks 0, 2, 4, ... and, where their number is odd, the last one
+        warp 1      blocks 1, 3, 5, ...
+        """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = block * WARP + cute.arch.lane_idx()
-        warps = THREADS // WARP
+        warps = PERMUTE_THREADS // WARP
         each = self.blocks // warps
         values = cute.make_rmem_tensor(max(each, 1), Float32)
         if row < by_row.end[0]:
@@ -122,16 +132,18 @@ class Permute:
                     self._store(values, scales, quantised, rows[s], thread, a, a_scale)
 
     def _block(self, i: int, thread: Int32, quantised: bool) -> Int32:
-        """Scale block of a thread's scale `i`; `blocks`, which is out of range, if it has none."""
+        """Return the scale block of a thread's scale `i`; `blocks`, out of range, if it has
+        none."""
         if not quantised:
-            return i * THREADS + thread
-        column = (i * THREADS + thread) * E4M3_VECTOR
+            return i * PERMUTE_THREADS + thread
+        column = (i * PERMUTE_THREADS + thread) * E4M3_VECTOR
         return cutlass.select_(column % BLOCK == 0, column // BLOCK, Int32(self.blocks))
 
     @cute.jit
     def _load(self, x, x_scale, token, thread, values, scales):
+        """Load a thread's part of an FP8 token."""
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            column = (i * THREADS + thread) * E4M3_VECTOR
+            column = (i * PERMUTE_THREADS + thread) * E4M3_VECTOR
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 cute.autovec_copy(vector(at, E4M3_VECTOR), values[None, i])
@@ -143,11 +155,12 @@ class Permute:
 
     @cute.jit
     def _quantise(self, x, token, thread, values, scales):
-        """The same of bfloat16: a thread has 16 values of as many scale blocks as vectors."""
+        """Load and quantise a thread's part of a bfloat16 token: 16 values of each of its
+        blocks."""
         raw = cute.make_rmem_tensor((E4M3_VECTOR, self.vectors_per_thread), BFloat16)
         raw.fill(0.0)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            column = (i * THREADS + thread) * E4M3_VECTOR
+            column = (i * PERMUTE_THREADS + thread) * E4M3_VECTOR
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 for half in cutlass.range_constexpr(2):
@@ -160,8 +173,9 @@ class Permute:
 
     @cute.jit
     def _store(self, values, scales, quantised, row, thread, a, a_scale):
+        """Store a thread's part of a token to a row."""
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            column = (i * THREADS + thread) * E4M3_VECTOR
+            column = (i * PERMUTE_THREADS + thread) * E4M3_VECTOR
             if column < self.hidden:
                 at = a.iterator + Int64(row) * self.hidden + column
                 cute.autovec_copy(values[None, i], vector(at, E4M3_VECTOR))
@@ -170,3 +184,106 @@ class Permute:
                 block = self._block(i, thread, quantised)
                 if block < self.blocks:
                     a_scale[block, row] = scales[i]
+
+
+class PlaceTokens:
+    """Say where the rows of batched experts lie, and bring their scales into the order that TMA
+    reads.
+
+    `expert_rows[:, e] = e * R + (0, num_tokens[e])`. For the rows that an expert has, `scale[:, e *
+    R + r] = x_scale[e, r, :]`: 32 rows at a time, one a lane; a warp has every eighth K block.
+    Tokens in bfloat16 are quantised instead, a row at a time (`quantise_token`). A negative count
+    is taken for 0, a count beyond R for R: nothing is read or written beyond the rows.
+
+    `grid = (parts, experts)`, however many parts an expert's rows are divided into.
+    """
+
+    def __init__(self, hidden: int, tile_counters: int, ue8m0: bool):
+        self.blocks = hidden // BLOCK
+        self.blocks_per_warp = -(-self.blocks // PLACE_WARPS)
+        self.threads_of_row = round_up(hidden // BF16_VECTOR, WARP)
+        self.tile_counters, self.ue8m0 = tile_counters, ue8m0
+
+    @cute.jit
+    def launch(
+        self,
+        x: QuantisedTokens | None,  # (experts * R, hidden) bf16 and e4m3, which is written
+        x_scale: cute.Tensor | None,  # (experts, R, hidden / 128) f32, of any strides; None of bf16
+        num_tokens: cute.Tensor,  # (experts,) i32
+        places: Int32,  # R
+        scale: cute.Tensor,  # (hidden / 128, experts * R) f32, written
+        expert_rows: cute.Tensor,  # (2, experts) i32, written
+        counters: cute.Tensor,  # (tile_counters + experts,) i32, set to 0
+        max_ctas: int,
+        stream: cuda.CUstream,
+    ):
+        experts = cute.size(num_tokens)
+        threads, at_once = PLACE_WARPS * WARP, WARP
+        if cutlass.const_expr(x is not None):
+            threads, at_once = self.threads_of_row, 1
+        parts = cutlass.min((places + (at_once - 1)) // at_once, -(-max_ctas // experts))
+        args = x, x_scale, num_tokens, places, scale, expert_rows, counters
+        self.kernel(*args).launch(
+            grid=[parts, experts, 1], block=[threads, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x, x_scale, num_tokens, places: Int32, scale, expert_rows, counters):
+        thread, _, _ = cute.arch.thread_idx()
+        part, expert, _ = cute.arch.block_idx()
+        parts, _, _ = cute.arch.grid_dim()
+        wait_for_previous()
+        count = cutlass.max(cutlass.min(num_tokens[expert], places), 0)
+        first = expert * places
+        if part == 0:
+            if thread == 0:
+                expert_rows[0, expert] = first
+                expert_rows[1, expert] = first + count
+                counters[self.tile_counters + expert] = Int32(0)
+            if expert == 0 and thread < self.tile_counters:
+                counters[thread] = Int32(0)
+        if cutlass.const_expr(x is not None):
+            for row in cutlass.range(part, count, parts, unroll=1):
+                quantise_token(x, first + row, self.ue8m0)
+        else:
+            for row in cutlass.range(part * WARP, count, parts * WARP, unroll=1):
+                self._copy_scales(x_scale, scale, expert, first, row, count)
+
+    @cute.jit
+    def _copy_scales(self, x_scale, scale, expert, first, begin, count):
+        """Copy the scales of 32 rows of an expert from `begin` on."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = begin + cute.arch.lane_idx()
+        values = cute.make_rmem_tensor(self.blocks_per_warp, Float32)
+        if row < count:
+            for i in cutlass.range_constexpr(self.blocks_per_warp):
+                if i * PLACE_WARPS + warp < self.blocks:
+                    values[i] = x_scale[expert, row, i * PLACE_WARPS + warp]
+            for i in cutlass.range_constexpr(self.blocks_per_warp):
+                if i * PLACE_WARPS + warp < self.blocks:
+                    scale[i * PLACE_WARPS + warp, first + row] = values[i]
+
+
+def token_arguments(hidden: int, tokens: Extent, form: Form) -> tuple[Argument, Argument]:
+    """Describe the tokens and their scales."""
+    x, scale = Tensor(TYPES[form.x], (tokens, hidden)), None
+    if form.has_scales:
+        strides = (Extent("block stride"), Extent("token stride")) if form.strided_scales else None
+        scale = Tensor(Float32, (hidden // BLOCK, tokens), 4, strides)
+    return x, scale
+
+
+@CompiledOnce
+def compile_permute(
+    hidden: int, top_k: int, target: str, form: Form | None = None, ue8m0: bool = False
+) -> Any:
+    """Compile `Permute` without `TokensOfRows`: scales are copied by token."""
+    rows, tokens, blocks = Extent("rows"), Extent("tokens"), hidden // BLOCK
+    arguments = (
+        *token_arguments(hidden, tokens, form or Form()),
+        Tensor(Int32, (tokens, top_k), align=alignment(top_k)),
+        Tensor(Float8E4M3FN, (rows, hidden)),
+        Tensor(Float32, (blocks, rows), align=4),
+        None,
+    )
+    return compiled(Permute, (hidden, top_k, ue8m0), arguments, target)

@@ -1,23 +1,26 @@
 """Routing: experts and weights of every token, and the row of every pair of a local expert.
 
-Two kernels with the arithmetic of `layer.routing`. `ChooseExperts` gives each token a warp and
-leaves, for every local expert, which tokens chose it as bits, a word for 32 tokens. `NumberRows`
-numbers the pairs by expert, then by token, by counting bits. Nothing depends on the order in which
-blocks run. Up to 32 tokens are one word, whose CTA numbers them itself (`RouteWord`).
+Two kernels with the arithmetic of `reference.route`. `ChooseExperts` gives each token a warp and
+marks, for every local expert, the tokens that chose it: a bit a token, a word for 32 tokens.
+`NumberRows` numbers the pairs by expert, then by token, by counting bits. No result depends on the
+order in which CTAs run. Up to 32 tokens are one word, which one CTA marks and numbers
+(`RouteWord`).
 
 Ties go to the lower expert or group. A NaN is larger than every number, as in `torch.topk`.
 
-With DeepSeek-V3's routing a score is `s = sigmoid(logit)`, experts are chosen by s + bias, and
-weights are s over their sum. With `renormalize` the score is the logit, and weights are a softmax
-over the chosen ones alone: that over all experts, renormalised. With `given` the caller has chosen:
-a token's experts are put in ascending order, and one that it has twice gets one row.
+    routing       score             choice by               weights
+    deepseek_v3   sigmoid(logit)    score + bias, groups    score over the sum of scores
+    renormalize   logit             score                   softmax over the chosen logits
+    given         -                 the caller              the caller's
 
-Where tokens in bfloat16 are gathered, CTAs behind those of the last kernel quantise them.
+With `given` a token's experts are put in ascending order, and one that it has twice gets one row.
+
+Where GEMM1 gathers bfloat16 tokens, CTAs behind those of the last kernel quantise them.
 """
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -25,29 +28,32 @@ from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
 from ..numerics import EPSILON
-from ..problem import MoeShape
-from .dependent import wait_for_previous
+from ..problem import Form, MoeShape
+from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
+from .configs import WARP
 from .dsl import SmemAllocator
-from .quantise import QuantisedTokens, quantise_token
-from .tiles import WARP, inclusive_sum
+from .swiglu import QuantisedTokens, quantise_token
+from .sync import wait_for_previous
+from .tiles import inclusive_sum
 from .vectors import load
 
-WORD = 32
+WORD_TOKENS = 32
 """Tokens of a word of marks."""
-BYTE = 8
+BYTE_TOKENS = 8
 """Tokens of a CTA of `ChooseExperts`: they mark a byte of a word."""
-THREADS = 1024
-"""Of a CTA of the other two; eight values each are a token of the largest hidden size."""
-WORDS = 4
+ROUTE_THREADS = 1024
+"""Threads of a CTA of `RouteWord` and `NumberRows`. Eight values each are a token of the largest
+hidden size."""
+NUMBER_WORDS = 4
 """Words of a CTA of `NumberRows`: pairs of 128 tokens, with 8 experts each, are one a thread."""
 LOWEST = -(2**31)
-"""Order of what cannot be chosen: below that of -inf."""
+"""Order of an expert that cannot be chosen: below that of -inf."""
 NAN_ORDER = 2**31 - 1
 
 
 class RouterInputs(NamedTuple):
-    """What the experts are chosen from; with `given`, the fields of `GivenExperts` in their places:
-    a kernel's argument has one type."""
+    """What the experts are chosen from. With `given` the fields hold those of `GivenExperts`: a
+    kernel's argument has one type."""
 
     logits: cute.Tensor  # (tokens, experts) f32 or bf16
     bias: cute.Tensor | None  # (experts,) bf16 or f32
@@ -56,25 +62,25 @@ class RouterInputs(NamedTuple):
 
 
 class GivenExperts(NamedTuple):
-    """What the caller has chosen."""
+    """The experts that the caller has chosen."""
 
     ids: cute.Tensor  # (tokens, top_k) i32 or i64
     weights: cute.Tensor  # (tokens, top_k) f32
     offset: Int32  # id of the first local expert, without a map
-    expert_map: cute.Tensor | None  # (any) i32: an id's local expert, or what is none
+    expert_map: cute.Tensor | None  # (any) i32: an id's local expert, or another number
 
 
 class RowNumbers(NamedTuple):
-    """What numbering the pairs writes."""
+    """The outputs of numbering the pairs."""
 
     m_indptr: cute.Tensor  # (local + 1,) i32
     pair_row: cute.Tensor  # (tokens, top_k) i32: -1 where the expert is not local
     token_of_row: cute.Tensor  # (any) i32, written up to the last row with `names_tokens`
-    counters: cute.Tensor  # (any) i32, zeroed: what follows counts in them
+    counters: cute.Tensor  # (any) i32, zeroed: later kernels count in them
 
 
 class Route:
-    """All kernels, from one host function; `names_tokens`: whether `token_of_row` is written."""
+    """Launch the kernels of the routing; `names_tokens`: `token_of_row` is written."""
 
     def __init__(self, shape: MoeShape, names_tokens: bool = False):
         self.word = RouteWord(shape, names_tokens)
@@ -105,32 +111,37 @@ class Route:
         quantising = 0 if cutlass.const_expr(tokens is None) else cute.size(logits, mode=[0])
         if words == 1:
             self.word.kernel(inputs, weights, numbered, tokens).launch(
-                grid=[1 + quantising, 1, 1], block=[THREADS, 1, 1], **launch
+                grid=[1 + quantising, 1, 1], block=[ROUTE_THREADS, 1, 1], **launch
             )
         else:
             self.choose.kernel(inputs, expert, weights, marks).launch(
-                grid=[words * (WORD // BYTE), 1, 1], block=[BYTE * WARP, 1, 1], **launch
+                grid=[words * (WORD_TOKENS // BYTE_TOKENS), 1, 1],
+                block=[BYTE_TOKENS * WARP, 1, 1],
+                **launch,
             )
-            numbering = cute.ceil_div(words, WORDS)
+            numbering = cute.ceil_div(words, NUMBER_WORDS)
             self.number.kernel(expert, marks, numbered, tokens).launch(
-                grid=[numbering + quantising, 1, 1], block=[THREADS, 1, 1], **launch
+                grid=[numbering + quantising, 1, 1], block=[ROUTE_THREADS, 1, 1], **launch
             )
 
 
 class ChooseExperts:
-    """`expert`, `weights` and, for the local experts, the marks of a word of tokens.
+    """Write `expert`, `weights` and, for the local experts, the marks of a word of tokens.
 
-    Lane l of a token's warp holds experts `l * own ... + own - 1`, sorted by score; a group is a
-    power of two of lanes. Groups: the two best of each lane are merged across its group's lanes,
-    and a group is kept if fewer than `kept_groups` are better. Experts: `top_k` times the largest
-    of the lanes' heads, the lowest lane's where several have it. A slot is the number of chosen
-    experts below, so ids are ascending. Shares are added in a tree over the slots.
+    Lane l of a token's warp holds experts `l * own` to `l * own + own - 1`, sorted by score. A
+    group is a power of two of lanes.
+
+    Groups: the two best scores of each lane are merged across the lanes of its group. A group is
+    kept if fewer than `kept_groups` groups are better.
+    Experts: `top_k` times, take the largest of the lanes' heads, from the lowest lane that has it.
+    Slots: an expert's slot is the number of chosen experts below it, so ids are ascending.
+    Weights: scores are added in a tree over the slots.
 
     A CTA has few tokens, because their warps have much to compute and take turns:
     `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
     """
 
-    tokens = BYTE  # of a CTA
+    tokens = BYTE_TOKENS  # of a CTA
 
     def __init__(self, shape: MoeShape):
         self.softmax = shape.routing == "renormalize"
@@ -164,26 +175,28 @@ class ChooseExperts:
         lane = cute.arch.lane_idx()
         memory = SmemAllocator()
         marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
-        first = block * BYTE
+        first = block * BYTE_TOKENS
         local, slot, _ = self._mark(inputs, weights, first, memory, marked)
         token = first + warp
         if token < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             expert[token, slot] = local
         # Its own bytes of the words, the lowest first.
-        word = block // (WORD // BYTE)
-        layout = cute.make_layout((self.local, WORD // BYTE), stride=(WORD // BYTE, 1))
+        word = block // (WORD_TOKENS // BYTE_TOKENS)
+        layout = cute.make_layout(
+            (self.local, WORD_TOKENS // BYTE_TOKENS), stride=(WORD_TOKENS // BYTE_TOKENS, 1)
+        )
         words = cute.recast_ptr(marks.iterator + word * self.local, dtype=Uint8)
         bytes_of_word = cute.make_tensor(words, layout)
-        for e in cutlass.range(thread, self.local, BYTE * WARP, unroll=1):
-            bytes_of_word[e, block % (WORD // BYTE)] = Uint8(marked[e])
+        for e in cutlass.range(thread, self.local, BYTE_TOKENS * WARP, unroll=1):
+            bytes_of_word[e, block % (WORD_TOKENS // BYTE_TOKENS)] = Uint8(marked[e])
 
     @cute.jit
     def _mark(self, inputs, weights, first, memory, marked) -> tuple[Int32, Int32, Boolean]:
-        """(the local expert of this warp's token in this lane, or -1; its slot; whether a lane
-        below has that expert, too); writes the weight.
+        """Route this warp's token and write its weights; all threads of the CTA.
 
-        All threads of the CTA call it, and all see `marked`, (local,) i32 in shared memory, after
-        it: bit t of expert e, whether token `first + t` chose it.
+        Return (the local expert of this lane's slot, or -1; the slot; True if a lower lane has the
+        same expert). After it all threads see `marked`, (local,) i32 in shared memory: bit t of
+        expert e is set if token `first + t` chose it.
         """
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -226,11 +239,11 @@ class ChooseExperts:
 
     @cute.jit
     def _take(self, inputs: GivenExperts, weights, token: Int32) -> tuple[Int32, Int32, Boolean]:
-        """(the local expert that this lane's slot was given, or -1; the slot it gets; whether an
-        earlier slot has that expert); writes the weight there.
+        """Sort a token's given experts and write their weights.
 
-        Slots are in the order of the local experts, as when the experts are chosen here, those of
-        other ranks behind them: a token's sum does not depend on the order it was given them in.
+        Return (the local expert that this lane was given, or -1; its slot; True if an earlier slot
+        has that expert). Slots are in the order of the local experts, as when they are chosen here;
+        experts of other ranks come last. So a token's sum does not depend on the given order.
         """
         lane = cute.arch.lane_idx()
         local, weight = Int32(-1), Float32(0.0)
@@ -250,7 +263,7 @@ class ChooseExperts:
 
     @cute.jit
     def _local_of(self, inputs: GivenExperts, number: Int64) -> Int32:
-        """The local expert with a number, or -1; any number may come."""
+        """Return the local expert with a number, or -1; any number may come."""
         if cutlass.const_expr(inputs.expert_map is None):
             number = number - Int64(inputs.offset)
         elif number >= 0 and number < cute.size(inputs.expert_map):
@@ -297,7 +310,8 @@ class ChooseExperts:
 
     @cute.jit
     def _load_own(self, row: cute.Tensor, start: Int64, values: cute.Tensor):
-        """The values of this lane's experts, from `start` on; 0 for those that do not exist."""
+        """Load the values of this lane's experts from `start` on; 0 for experts that do not
+        exist."""
         first = cute.arch.lane_idx() * self.own
         if cutlass.const_expr(self.experts % WARP == 0):
             load(row.iterator + start + first, values)
@@ -311,11 +325,11 @@ class ChooseExperts:
 
     @cute.jit
     def _bits_of_best(self, order: cute.Tensor) -> Int32:
-        """Which of this lane's experts are among the token's `top_k`.
+        """Return the bits of this lane's experts that are among the token's `top_k`.
 
-        In each turn the largest head of the lanes' sorted experts is taken, from the lowest lane
-        that has it. `last` is the least that this lane lost: chosen are its experts above that, and
-        the lowest of those equal to it.
+        Each turn takes the largest head of the lanes' sorted experts, from the lowest lane that has
+        it. `last` is the smallest score that this lane lost: chosen are its experts with a larger
+        score, and the lowest of those with an equal one.
         """
         ranked = [order[j] for j in range(self.own)]  # largest first
         for i, j in exchanges(self.own):
@@ -352,8 +366,8 @@ class ChooseExperts:
 
     @cute.jit
     def _keeps(self, best: Int32, second: Int32) -> Boolean:
-        """Whether this lane's group is one of the `kept_groups` with the largest sum of two; of the
-        order of this lane's two best."""
+        """Return True if this lane's group is among the `kept_groups` whose two best scores have
+        the largest sums; `best` and `second` are the orders of this lane's two best."""
         distance = 1
         while cutlass.const_expr(distance < self.group_lanes):
             other = cute.arch.shuffle_sync_bfly(best, distance)
@@ -376,14 +390,15 @@ class ChooseExperts:
         return Boolean(better < self.kept_groups)
 
     def _share(self, score: Float32, chosen: Boolean) -> Float32:
-        """What this lane's slot adds to the sum that its weight is a part of, 0 without a slot."""
+        """Return the term of this lane's slot in the sum of the weights; 0 without a slot."""
         if not self.softmax:
             return score
         score = cutlass.select_(chosen, score, Float32(-math.inf))
         return cute.math.exp(score - cute.arch.warp_reduction_max(score))
 
     def _tree_sum(self, value: Float32) -> Float32:
-        """Of lanes 0 .. top_k - 1, neighbours first, in every lane; the others hold 0."""
+        """Return, in every lane, the sum of lanes 0 to top_k - 1, neighbours first; others hold
+        0."""
         distance = 1
         while distance < self.top_k:
             value = value + cute.arch.shuffle_sync_down(value, distance)
@@ -392,10 +407,10 @@ class ChooseExperts:
 
 
 class RouteWord(ChooseExperts):
-    """All of the routing of up to 32 tokens; zeroes `counters`. `grid = 1`, and one more for each
-    of the `tokens` to quantise."""
+    """Route up to 32 tokens in one CTA and zero `counters`. `grid = 1`, and one more CTA for each
+    token to quantise."""
 
-    tokens = WORD
+    tokens = WORD_TOKENS
 
     def __init__(self, shape: MoeShape, names_tokens: bool):
         super().__init__(shape)
@@ -432,7 +447,7 @@ class RouteWord(ChooseExperts):
         total = memory.allocate_tensor(Int32, layout)
         local, slot, again = self._mark(inputs, weights, Int32(0), memory, marked)
         zero(numbered.counters, thread)
-        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
+        for e in cutlass.range(thread, self.local, ROUTE_THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
         cute.arch.barrier()
         if warp == 0:
@@ -451,11 +466,11 @@ class RouteWord(ChooseExperts):
 
 
 class NumberRows:
-    """`m_indptr` and `pair_row` of the marks that `ChooseExperts` left; zeroes `counters`.
+    """Make `m_indptr` and `pair_row` of the marks of `ChooseExperts`, and zero `counters`.
 
     Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
-    words before its own. `grid = ceil(words / WORDS)`, and one more for each of the `tokens` to
-    quantise; CTA 0 writes `m_indptr`.
+    words before its own. CTA 0 writes `m_indptr`. `grid = ceil(words / NUMBER_WORDS)`, and one more
+    CTA for each token to quantise.
     """
 
     def __init__(self, shape: MoeShape, names_tokens: bool):
@@ -477,7 +492,7 @@ class NumberRows:
             self._number(expert, marks, numbered)
         else:
             block, _, _ = cute.arch.block_idx()
-            numbering = cute.ceil_div(Int32(cute.size(marks, mode=[0])), WORDS)
+            numbering = cute.ceil_div(Int32(cute.size(marks, mode=[0])), NUMBER_WORDS)
             if block < numbering:
                 self._number(expert, marks, numbered)
             else:
@@ -494,21 +509,21 @@ class NumberRows:
         layout = cute.make_layout(self.local)
         before = memory.allocate_tensor(Int32, layout)  # rows of an expert in earlier blocks
         total = memory.allocate_tensor(Int32, layout)
-        for e in cutlass.range(thread, self.local, THREADS, unroll=1):
+        for e in cutlass.range(thread, self.local, ROUTE_THREADS, unroll=1):
             before[e], total[e] = Int32(0), Int32(0)
         cute.arch.barrier()
         wait_for_previous()
         if block == 0:
             zero(numbered.counters, thread)
         # Each expert has as many threads; they take its words round robin.
-        readers = THREADS // self.local
+        readers = ROUTE_THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
             found = cute.make_rmem_tensor(2, Int32)
             found.fill(0)
             for w in cutlass.range(thread // self.local, words, readers, unroll=4):
                 count = cute.arch.popc(marks[w, e])
-                earlier = cutlass.select_(w < block * WORDS, count, Int32(0))
+                earlier = cutlass.select_(w < block * NUMBER_WORDS, count, Int32(0))
                 found[0] += earlier
                 found[1] += count
             for i, sums in enumerate((before, total)):
@@ -517,19 +532,21 @@ class NumberRows:
         if warp == 0:
             add_begins(before, total, numbered.m_indptr, block == 0)
         cute.arch.barrier()
-        for i in cutlass.range(thread, WORDS * WORD * self.top_k, THREADS, unroll=1):
+        for i in cutlass.range(
+            thread, NUMBER_WORDS * WORD_TOKENS * self.top_k, ROUTE_THREADS, unroll=1
+        ):
             within = i // self.top_k
-            token = block * (WORDS * WORD) + within
+            token = block * (NUMBER_WORDS * WORD_TOKENS) + within
             if token < tokens:
                 e = expert[token, i % self.top_k]
                 row = Int32(-1)
                 if e >= 0:
                     row = before[e]
-                    for w in cutlass.range_constexpr(WORDS):
-                        if w <= within // WORD:
-                            mark = marks[block * WORDS + w, e]
-                            if w == within // WORD:
-                                mark = mark & ((Int32(1) << (within % WORD)) - 1)
+                    for w in cutlass.range_constexpr(NUMBER_WORDS):
+                        if w <= within // WORD_TOKENS:
+                            mark = marks[block * NUMBER_WORDS + w, e]
+                            if w == within // WORD_TOKENS:
+                                mark = mark & ((Int32(1) << (within % WORD_TOKENS)) - 1)
                             row += cute.arch.popc(mark)
                     if cutlass.const_expr(self.names_tokens and self.given):
                         slot = i % self.top_k
@@ -542,15 +559,15 @@ class NumberRows:
 
 @cute.jit
 def zero(counters: cute.Tensor, thread: Int32):
-    """By all threads of a CTA."""
-    for i in cutlass.range(thread, cute.size(counters), THREADS, unroll=1):
+    """Zero the counters; all threads of a CTA."""
+    for i in cutlass.range(thread, cute.size(counters), ROUTE_THREADS, unroll=1):
         counters[i] = Int32(0)
 
 
 @cute.jit
 def add_begins(begins: cute.Tensor, total: cute.Tensor, m_indptr: cute.Tensor, writes: Boolean):
-    """`begins[e] += total[0] + ... + total[e - 1]`; by one warp, in shared memory. `m_indptr` gets
-    the sums if `writes`."""
+    """Compute `begins[e] += total[0] + ... + total[e - 1]` in shared memory; one warp. `m_indptr`
+    gets the sums if `writes`."""
     local = cute.size(total)
     share = -(-local // WARP)  # of experts that follow each other, a lane
     first = cute.arch.lane_idx() * share
@@ -568,7 +585,8 @@ def add_begins(begins: cute.Tensor, total: cute.Tensor, m_indptr: cute.Tensor, w
 
 
 def exchanges(count: int) -> Iterator[tuple[int, int]]:
-    """Pairs to put in order, one after the other, to sort `count` values: merge exchange.
+    """Yield the pairs to put in order, one after the other, to sort `count` values (merge
+    exchange).
 
     Source: Knuth, The Art of Computer Programming, volume 3, algorithm 5.2.2M (Batcher).
     """
@@ -585,16 +603,49 @@ def exchanges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def sigmoid(x: Float32) -> Float32:
-    """`1 / (1 + exp(-x))`, with the accurate exponential and an IEEE division."""
+    """Return `1 / (1 + exp(-x))`, with the accurate exponential and an IEEE division."""
     return 1.0 / (1.0 + cute.math.exp(-x))
 
 
 def order_of(bits: Int32, value: Float32) -> Int32:
-    """An integer that is ordered as the float with these bits is; NaN comes last."""
+    """Return an integer that orders as the float with these bits; NaN comes last."""
     flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return cutlass.select_(value != value, Int32(NAN_ORDER), flipped)
 
 
 def bits_of(order: Int32) -> Int32:
-    """The bits of the float with this order."""
+    """Return the bits of the float with this order."""
     return order ^ ((order >> 31) & 0x7FFFFFFF)
+
+
+def routing_arguments(shape: MoeShape, tokens: Extent, form: Form) -> tuple[Argument, ...]:
+    """Describe the first four parameters of `Route`: logits, bias, first local expert, factor of
+    the weights; with `given` ids, weights, first local expert, map of the experts."""
+    choice = TYPES[form.choice]
+    if shape.routing == "given":
+        pairs = tokens, shape.top_k
+        expert_map = Tensor(Int32, (shape.num_experts,), align=4) if form.has_map else None
+        ids = Tensor(choice, pairs, align=form.choice.itemsize)
+        return ids, Tensor(Float32, pairs, align=4), Scalar(Int32), expert_map
+    bias = Tensor(TYPES[form.bias], (shape.num_experts,)) if form.bias else None
+    return Tensor(choice, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
+
+
+@CompiledOnce
+def compile_route(
+    shape: MoeShape, names_tokens: bool, target: str, form: Form | None = None
+) -> Any:
+    local, top_k, tokens = shape.num_local_experts, shape.top_k, Extent("tokens")
+    pairs = Tensor(Int32, (tokens, top_k), align=4)
+    arguments = (
+        *routing_arguments(shape, tokens, form or Form.usual(shape)),
+        pairs,
+        Tensor(Int32, (Extent("words"), local), align=4),
+        Tensor(Float32, (tokens, top_k), align=4),
+        Tensor(Int32, (local + 1,), align=4),
+        pairs,
+        Tensor(Int32, (Extent("rows"),), align=4),
+        Tensor(Int32, (Extent("counters"),), align=4),
+        None,  # no tokens are quantised
+    )
+    return compiled(Route, (shape, names_tokens), arguments, target)

@@ -10,9 +10,9 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Uint32
 
-from .barriers import threads
+from .configs import SMEM_BYTES, WARP, Schedule
+from .sync import arrivals, wait_for_previous
 
-WARP = 32
 MAX_EXPERTS = WARP * WARP
 """A lane answers for one expert, or for as many consecutive ones as a warp has lanes."""
 
@@ -23,46 +23,166 @@ class Tile(NamedTuple):
     expert: Int32
     n_tile: Int32
     row: Int32
-    rows: Int32
+    rows: Int32  # may reach past the tile, up to the expert's end
 
 
-def most_ctas(
-    config: Any, rows: Any, n: int, experts: int, multiprocessors: int, smaller: Callable = min
+def max_ctas(
+    config: Any, rows: Any, n: int, experts: int, num_sms: int, minimum: Callable = min
 ) -> Any:
-    """CTAs of a grouped GEMM over `rows` rows at most; `smaller` is `min` of such integers.
+    """Return the CTAs of a grouped GEMM over at most `rows` rows, an int or an Int32.
 
-    As many tiles as those can make, where every expert may end with a part of one, and one a
-    multiprocessor at most: pairs of them always fit.
+    There are as many clusters as tiles at most, where every expert may end with a part of a tile,
+    and one CTA a multiprocessor at most: pairs of CTAs always fit. `minimum`: `min` of such rows.
     """
     m_tiles = rows // (config.tile_m * config.cluster_m) + experts
     n_tiles = -(-n // (config.tile_n * config.cluster_n))
-    clusters = smaller(m_tiles * n_tiles, multiprocessors // config.cluster_size)
+    clusters = minimum(m_tiles * n_tiles, num_sms // config.cluster_size)
     return clusters * config.cluster_size
+
+
+def near_rows(config: Any, experts: int) -> tuple[int, int]:
+    """Return the shape of `expert_rows` in shared memory, (0, 0) if it is not kept there.
+
+    Where a lane answers for several experts, each lookup of a tile reads their rows. L2 takes
+    longer than a tile of few K blocks, so they are kept in shared memory if they fit.
+    """
+    fits = 2 * experts * Int32.width // 8 <= SMEM_BYTES - config.smem_bytes
+    return (2, experts) if WARP < experts and fits else (0, 0)
+
+
+class TileScheduler:
+    """Gives a warp the tiles of its CTA, one after the other.
+
+        linear, stride, total = tile_sched.first()
+        queue_state = tile_sched.queue_state()
+        while linear < total:
+            tile = tile_sched.tile(linear, tile_sched.cta_in_cluster())
+            ...
+            linear, queue_state = tile_sched.next(linear, stride, queue_state)
+
+    A cluster takes a tile of `cluster_m` x `cluster_n` CTA tiles at a time. With a static schedule
+    it takes every `stride`-th one, with a dynamic one what its queue holds.
+
+    Args:
+        config: the GEMM's config.
+        n: columns of the output.
+        tiles: the tiles of all experts.
+        queue: the queue of a dynamic schedule, else None.
+    """
+
+    def __init__(self, config: Any, n: int, tiles: "ExpertTiles", queue: "TileQueue | None"):
+        self.config, self.n, self.tiles, self.queue = config, n, tiles, queue
+
+    @staticmethod
+    def create(
+        config: Any,
+        n: int,
+        expert_rows: cute.Tensor,  # (2, experts) i32 in global memory
+        lane_rows: tuple[Int32, Int32] | None,  # of `rows_of_lane`, if they were known early
+        near: cute.Tensor | None,  # (2, experts) i32 in shared memory
+        queue: "TileQueue | None",
+    ) -> "TileScheduler":
+        """Make the scheduler; all threads of a CTA. Without `lane_rows` it waits for the previous
+        kernel, which writes `expert_rows`."""
+        if lane_rows is None:
+            wait_for_previous()
+            lane_rows = rows_of_lane(expert_rows)
+        if near is not None:
+            _copy_rows(expert_rows, near, config.threads)
+            expert_rows = near
+        rows, columns = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
+        n_tiles = (n + columns - 1) // columns
+        tiles = ExpertTiles(lane_rows, expert_rows, rows, n_tiles, config.row_step)
+        return TileScheduler(config, n, tiles, queue)
+
+    # The two methods that let the compiler carry the object through its loops.
+    def __extract_mlir_values__(self):
+        return self.tiles.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        carried = copy(self)
+        carried.tiles = self.tiles.__new_from_mlir_values__(values)
+        return carried
+
+    def cta_in_cluster(self) -> tuple[Int32, Int32]:
+        """(row, column) of this CTA in its cluster."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return rank % self.config.cluster_m, rank // self.config.cluster_m
+
+    def first(self) -> tuple[Int32, Int32, Int32]:
+        """(this cluster's first tile, the distance to its next one, all tiles).
+
+        In whole waves, clusters that get no tile start behind the last one.
+        """
+        total = self.tiles.total()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        linear, clusters = block // self.config.cluster_size, blocks // self.config.cluster_size
+        if cutlass.const_expr(self.config.schedule is Schedule.WHOLE_WAVES):
+            waves = cutlass.max((total + (clusters - 1)) // clusters, 1)
+            clusters = (total + (waves - 1)) // waves
+            linear = cutlass.select_(linear < clusters, linear, total)
+        return linear, clusters, total
+
+    def queue_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+
+    def next(self, linear: Int32, stride: Int32, queue_state):
+        """(this cluster's tile after `linear`, the state of the queue after it)."""
+        if cutlass.const_expr(self.config.dynamic):
+            return self.queue.take(queue_state)
+        return linear + stride, queue_state
+
+    def tile(self, linear: Int32, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
+        """This CTA's part of a cluster's tile. Its `rows` is not positive where it has none.
+
+        With `shared` a CTA outside the columns has rows, too: it loads its share of A for the other
+        CTAs of its row in the cluster.
+        """
+        c = self.config
+        tile = self.tiles.locate(linear)
+        m_row = cta[0] * c.tile_m
+        n_tile = tile.n_tile * c.cluster_n + cta[1]
+        rows = tile.rows - m_row
+        # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
+        if self.n % (c.tile_n * c.cluster_n) != 0 and not shared:
+            rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
+        return Tile(tile.expert, n_tile, tile.row + m_row, rows)
+
+
+@cute.jit
+def _copy_rows(expert_rows: cute.Tensor, near: cute.Tensor, threads: int):
+    """Copy `expert_rows` to shared memory; all threads of a CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    for e in cutlass.range(thread, cute.size(near, mode=[1]), threads, unroll=1):
+        near[0, e], near[1, e] = expert_rows[0, e], expert_rows[1, e]
+    cute.arch.sync_threads()
 
 
 class ExpertTiles:
     """The tiles of all experts in one linear order, looked up without a search.
 
-    `tile_m` rows and one of `n_tiles` columns are those of all CTAs of a cluster, which never spans
-    two experts. Where an expert has fewer row tiles than it, the CTAs left over get none.
+    `tile_m` rows and one of `n_tiles` columns belong to all CTAs of a cluster together. A cluster
+    never spans two experts. Where an expert has fewer row tiles than the cluster, the CTAs left
+    over get none.
 
-    Lane e of every warp keeps expert e's first row, row count and tile range, computed once by a
-    warp scan. A lookup is then one ballot (how many experts end at or before this tile) and three
-    shuffles. With more experts than lanes a lane keeps the common tile range of several; a lookup
-    that found the lane reads its experts' rows anew, one a lane, and scans them in the same way.
+    Lane e of every warp keeps expert e's first row, row count and tile range, from one warp scan. A
+    lookup is then one ballot (how many experts end at or before this tile) and three shuffles. With
+    more experts than lanes, a lane keeps the common tile range of several experts. A lookup that
+    has found the lane reads the rows of its experts again, one a lane, and scans them likewise.
 
-    Experts come in order; within one, row tiles run fastest, so that the CTAs at work together
-    share their weight tiles in L2. Each column starts one row tile later than the one before: an
-    expert's last row tile is often cheaper, and where the grid is a multiple of its row tiles the
-    same CTAs would get it each time.
+    Experts come in order. Within an expert row tiles run fastest, so that CTAs that work at the
+    same time share weight tiles in L2. Each column starts one row tile later than the one before:
+    an expert's last row tile is often cheaper, and where the grid is a multiple of the row tiles
+    the same CTAs would get it each time.
 
     An expert's rows are divided among its row tiles evenly, in steps of `step` rows, the part of a
-    tile that one warpgroup computes: of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
-    warpgroup alone on a tile, as 3, 3 and 1 would.
+    tile that one warpgroup computes. Of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
+    warpgroup alone on a tile; 3, 3 and 1 would.
 
-    Every lane of a warp must make one, of what `rows_of_lane` gave of `expert_rows`, and call
-    `locate`. `step` is a divisor of `tile_m`, of which every tile but an expert's last has a
-    multiple of rows.
+    Every lane of a warp makes one, of what `rows_of_lane` gave for `expert_rows`, and calls
+    `locate`. `step` divides `tile_m`. Every tile but an expert's last has a multiple of `step`
+    rows.
     """
 
     def __init__(self, rows, expert_rows, tile_m, n_tiles, step):
@@ -86,11 +206,12 @@ class ExpertTiles:
         return carried
 
     def total(self) -> Int32:
-        """Tiles of all experts."""
+        """Return the number of tiles of all experts."""
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.lane.end, WARP - 1))
 
     def locate(self, linear: Int32) -> Tile:
-        """The tile at position `linear`, below `total()`; one without rows where there are none."""
+        """Return the tile at position `linear`, below `total()`; one without rows if there is
+        none."""
         lane, first = self.lane, Int32(0)
         if self.experts > WARP:
             lane, first = self._experts_of_a_lane(linear)
@@ -133,7 +254,7 @@ class ExpertTiles:
 
 
 class LaneTiles(NamedTuple):
-    """What a lane keeps: of its expert, or (the last two) of all its experts."""
+    """A lane's expert; `begin` and `end` of all its experts where it has several."""
 
     row: Int32
     count: Int32
@@ -142,14 +263,14 @@ class LaneTiles(NamedTuple):
 
 
 def experts_per_lane(experts: int) -> int:
-    """Consecutive experts that a lane answers for."""
+    """Return the number of consecutive experts that a lane answers for."""
     return -(-experts // WARP)
 
 
 def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
     """(first row, row count) of this lane's expert, if it has only one; 0 rows where it has none.
 
-    A load from global memory, separate from `ExpertTiles` so that it can be issued early.
+    It loads from global memory. `ExpertTiles` does not, so that this load can be issued early.
     """
     return _rows_of(expert_rows, cute.arch.lane_idx(), Int32(0), WARP)
 
@@ -168,7 +289,7 @@ def _rows_of(
 
 
 def _divide(value: Int32, by: Int32 | int) -> Int32:
-    """Rounded down, of what is not negative: without a sign it takes half the instructions."""
+    """Divide a value that is not negative. An unsigned division takes half the instructions."""
     return Int32(Uint32(value) // Uint32(by))
 
 
@@ -178,7 +299,7 @@ def _tiles_of(count: Int32, tile_m: int, n_tiles: int) -> Int32:
 
 @cute.jit
 def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32:
-    """Tiles of all experts that this lane answers for."""
+    """Return the number of tiles of all experts that this lane answers for."""
     experts = cute.size(expert_rows, mode=[1])
     share = experts_per_lane(experts)
     tiles = Int32(0)
@@ -190,7 +311,7 @@ def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32
 
 
 def inclusive_sum(value: Int32) -> Int32:
-    """Of this lane's value and those of the lanes below.
+    """Return the sum of this lane's value and those of the lanes below.
 
     The clamp, the lowest lane that may be read, is given: CuTe DSL 4.6 has 31 by default.
     """
@@ -203,12 +324,12 @@ def inclusive_sum(value: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class TileQueue:
-    """Tiles on demand: a cluster asks for its next tile, instead of static round robin.
+    """Tiles on demand: a cluster asks for its next tile.
 
-    Tiles differ in cost where experts end; with round robin the GPU waits for the cluster that got
+    Tiles differ in cost where experts end. With round robin the GPU waits for the cluster that got
     the expensive ones. One warp of a cluster (`fetch`) increments a counter in global memory and
     writes the result to every CTA of the cluster, where each warp that works on tiles reads it
-    (`take`). One tile is fetched ahead. Which CTA computes a tile has no effect on the result.
+    (`take`). One tile is fetched ahead. The CTA that computes a tile has no effect on the result.
 
     Pipeline of depth 1:
       full   the arrival of `fetch`'s expect-tx + the 4 bytes of the number
@@ -223,15 +344,15 @@ class TileQueue:
     def create(
         barriers: cute.Pointer, slot: cute.Pointer, reading_warps: int, cluster_size: int
     ) -> "TileQueue":
-        """Initialise the 2 mbarriers; the caller synchronises the cluster before their first use.
+        """Initialise the 2 mbarriers. The caller synchronises the cluster before their first use.
 
         `slot` is an Int32 in shared memory; `reading_warps` of the cluster call `take`.
         """
         pipe = pipeline.PipelineAsync.create(
             barrier_storage=barriers,
             num_stages=1,
-            producer_group=threads(),
-            consumer_group=threads(reading_warps),
+            producer_group=arrivals(),
+            consumer_group=arrivals(reading_warps),
             consumer_mask=Int32(0),
             defer_sync=True,
         )
@@ -239,7 +360,7 @@ class TileQueue:
 
     @cute.jit
     def fetch(self, counter: cute.Pointer, linear: Int32, clusters: Int32, total: Int32):
-        """Fetch tiles until there is none left, beginning after the cluster's first, `linear`."""
+        """Fetch tiles until there is none left, after the cluster's first tile `linear`."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         lane = cute.arch.lane_idx()
         while linear < total:
@@ -253,7 +374,7 @@ class TileQueue:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 4, lane)
                 cute.arch.store_async_dsmem(self.slot, linear, full, lane)
             state.advance()
-        # The other CTAs' arrivals must not find this one gone.
+        # Must come before the exit, or the other CTAs' arrivals find this CTA gone.
         self.pipe.producer_tail(state)
 
     @cute.jit
@@ -262,7 +383,8 @@ class TileQueue:
         self.pipe.consumer_wait(state)
         linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
         cute.arch.sync_warp()
-        # An arrival does not wait for loads under way; for one that decides about it, it must.
+        # The arrival must depend on the load (`linear >= 0`, which always holds), or it does not
+        # wait for it and the next number overwrites this one.
         if cute.arch.lane_idx() == 0 and linear >= 0:
             self.pipe.consumer_release(state)
         state.advance()

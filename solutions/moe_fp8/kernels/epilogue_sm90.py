@@ -1,4 +1,4 @@
-"""SwiGLU and FP8 requantisation of a tile's sums on Hopper: a strategy of the GEMM."""
+"""GEMM1's epilogue on Hopper: SwiGLU and FP8 of a tile's sums. See `epilogue` for its hooks."""
 
 from typing import Any, NamedTuple
 
@@ -7,22 +7,16 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float8E4M3FN, Float32, Int32
 
-from ...numerics import BLOCK
-from ..barriers import Barriers
-from ..epilogue import TileShare
-from ..limits import WARPS
-from ..pair import BUFFERS, PairBuffers, announce_to_other, send_to_other
-from ..swiglu_epilogue import SwigluEpilogue
-from ..swiglu_quant import block_scale, divide
-from ..tiles import WARP
-from .config import GemmConfig
+from ..numerics import BLOCK
+from .configs import WARP, WARPGROUP_WARPS, GemmConfigSm90
+from .epilogue import Quantised, SwigluEpilogue, TilePart
+from .swiglu import Activation, block_scale, divide
+from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
 
 
-class Staging(NamedTuple):
-    """A CTA's staging buffer.
-
-    amax is kept as int bits; non-negative floats order like integers.
-    """
+class SwigluStagingSm90(NamedTuple):
+    """A CTA's staging buffer. Maxima are kept as int bits: floats that are not negative order like
+    integers."""
 
     rows: cute.Tensor  # (tile_m, 64, terms) e4m3
     amax: cute.Tensor | None  # (warps, tile_m) i32: of a warp's columns; with swap_ab only
@@ -30,62 +24,64 @@ class Staging(NamedTuple):
     arrived: cute.Pointer  # mbarriers (buffers, waits) of `theirs`
 
 
-class SwigluQuantise(SwigluEpilogue):
+class SwigluEpilogueSm90(SwigluEpilogue):
     """`SwigluEpilogue` for 64 columns a CTA.
 
-    A scale covers a row's 128 columns, 64 of each CTA of the cluster, which send each other their
-    maxima (`pair`).
+    A scale covers a row's 128 columns, 64 of each CTA of the cluster. The two CTAs send each other
+    their maxima (`PairExchange`).
 
     Where tokens are accumulator rows, a warp stores its 16 rows alone. With swap_ab all consumer
-    warps exchange maxima and quantised values through shared memory first.
+    warps first exchange maxima and quantised values through shared memory.
     """
 
     columns = BLOCK // 2
-    """Half of those that share a scale."""
 
-    def __init__(self, config: GemmConfig, *args: Any, **options: Any):
-        super().__init__(config, *args, **options)
-        if not config.swap_ab:
-            self.column_groups = 0  # a warp has all of a row's columns
+    def __init__(self, config: GemmConfigSm90, acc_map: Any, n: int, activation: Activation):
+        super().__init__(config, acc_map, n, activation)
+        # Without swap_ab a warp has all columns of a row.
+        self.column_groups = self.warps if config.swap_ab else 0
         # Every warpgroup waits for its own rows, with swap_ab all together.
-        waits, arrivals = (1, 1) if config.swap_ab else (config.consumer_warpgroups, WARPS)
-        self.buffers = PairBuffers(waits, arrivals)
-
-    def staging_elements(self) -> int:
-        maxima = 4 * (self.column_groups + BUFFERS)
-        return self.staged_bytes() + self.config.tile_m * maxima + self.buffers.bytes
+        waits, arrivals = (
+            (1, 1) if config.swap_ab else (config.consumer_warpgroups, WARPGROUP_WARPS)
+        )
+        self.exchange = PairExchange(waits, arrivals)
+        maxima = 4 * (self.column_groups + PAIR_BUFFERS)
+        self.smem_elements = self.staged_bytes + config.tile_m * maxima + self.exchange.bytes
 
     @cute.jit
-    def staging(self, buffer) -> Staging:
-        """Initialises its barriers; the caller synchronises the cluster before their first use."""
+    def staging(self, buffer) -> SwigluStagingSm90:
+        """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
-        amax = cute.recast_ptr(base + self.staged_bytes(), dtype=Int32)
+        amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
         theirs = amax + rows * self.column_groups
         by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
-        return Staging(
+        return SwigluStagingSm90(
             self.staged_rows(base),
             cute.make_tensor(amax, by_group) if self.column_groups else None,
-            cute.make_tensor(theirs, cute.make_layout((BUFFERS, rows), stride=(rows, 1))),
-            self.buffers.initialised(theirs + rows * BUFFERS),
+            cute.make_tensor(theirs, cute.make_layout((PAIR_BUFFERS, rows), stride=(rows, 1))),
+            self.exchange.initialise(theirs + rows * PAIR_BUFFERS),
         )
 
     @cute.jit
-    def store(self, output, staging, tiled_mma, acc, share: TileShare):
-        """Write the valid rows of this warpgroup's part of a tile; see `StoreBFloat16.store`."""
+    def store(self, output: Quantised, staging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of this warpgroup's part; see `StoreBf16.store`."""
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         if cutlass.const_expr(self.config.swap_ab):
-            self._store_columns(output, staging, sums, share)
+            self._store_columns(output, staging, sums, part)
         else:
-            self._store_rows(output, staging, sums, share)
+            self._store_rows(output, staging, sums, part)
 
     @cute.jit
-    def _store_rows(self, output, staging, sums, share: TileShare):
-        """Tokens are accumulator rows: a warp has 16 of them with all 64 columns."""
-        tile, warpgroup, thread, stored = share
+    def _store_rows(self, output: Quantised, staging, sums, part: TilePart):
+        """Store where tokens are accumulator rows: a warp has 16 of them with all 64 columns.
+
+        A thread holds rows r = 0, 1 (eight apart), and of each pairs of columns eight apart.
+        """
+        tile, warpgroup, thread, stored = part
         lane = thread % WARP
         first = thread // WARP * 16
-        pairs = self.columns // 8  # of neighbouring columns that a thread holds of a row
-        c = cute.make_rmem_tensor((2, pairs, 2), Float32)
+        pairs = self.columns // 8
+        c = cute.make_rmem_tensor((2, pairs, 2), Float32)  # (column of a pair, pair, row)
         amax = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             amax[r] = Float32(0.0)
@@ -95,8 +91,8 @@ class SwigluQuantise(SwigluEpilogue):
                     c[i, j, r] = self.activated(sums, v, v + 4 * pairs)
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
-        theirs = staging.theirs[stored % BUFFERS, None]
-        arrived, phase = self.buffers.of_tile(staging.arrived, stored, warpgroup)
+        theirs = staging.theirs[stored % PAIR_BUFFERS, None]
+        arrived, phase = self.exchange.of_tile(staging.arrived, stored, warpgroup)
         if lane == 0:
             announce_to_other(arrived, 16 * 4)
         bits = cute.recast_tensor(amax, Int32)
@@ -108,7 +104,7 @@ class SwigluQuantise(SwigluEpilogue):
         for r in cutlass.range_constexpr(2):
             row = first + lane // 4 + 8 * r
             bits[r] = cutlass.max(bits[r], theirs[row])
-            scale = block_scale(amax[r], self.ue8m0)
+            scale = block_scale(amax[r], self.activation.ue8m0)
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
             divide(c[None, None, r], scale)
             for t in cutlass.range_constexpr(self.terms):
@@ -121,22 +117,23 @@ class SwigluQuantise(SwigluEpilogue):
             if lane % 4 == 0 and row < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + row] = scale
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(16 * self.parts // WARP):
-            place = i * WARP + lane
-            self._store_part(output, staging, tile, first + place // self.parts, place % self.parts)
-        cute.arch.sync_warp()  # before the next tile's rows
+        for i in cutlass.range_constexpr(16 * self.pieces // WARP):
+            p = i * WARP + lane
+            self._store_piece(output, staging, tile, first + p // self.pieces, p % self.pieces)
+        cute.arch.sync_warp()  # must come before the next tile's rows, or they overwrite these
         if cutlass.const_expr(output.counts is not None):
             if lane == 0:
                 self._announce_rows(output, tile, first, 16)
 
     @cute.jit
-    def _store_columns(self, output, staging, sums, share: TileShare):
-        """Tokens are accumulator columns: a thread has one column of every eighth pair of them."""
-        tile, _, thread, stored = share
+    def _store_columns(self, output: Quantised, staging, sums, part: TilePart):
+        """Store where tokens are accumulator columns: a thread has one column of the result, of
+        every eighth pair of tokens."""
+        tile, _, thread, stored = part
         lane, warp = thread % WARP, thread // WARP
         threads, rows = self.warps * WARP, self.config.tile_m
         tokens = rows // 4
-        barrier = pipeline.NamedBarrier(barrier_id=Barriers.STAGING, num_threads=threads)
+        barrier = pipeline.NamedBarrier(barrier_id=NamedBarrierId.STAGING, num_threads=threads)
         c = cute.make_rmem_tensor(tokens, Float32)
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
@@ -148,21 +145,21 @@ class SwigluQuantise(SwigluEpilogue):
                 other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
                 amax[i] = cute.arch.fmax(amax[i], other)
             if lane < 4:
-                staging.amax[warp, self.operands.scale_token(i, thread)] = bits[i]
-        theirs = staging.theirs[stored % BUFFERS, None]
-        arrived, phase = self.buffers.of_tile(staging.arrived, stored, 0)
+                staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]
+        theirs = staging.theirs[stored % PAIR_BUFFERS, None]
+        arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
         if thread == 0:
             announce_to_other(arrived, rows * 4)
         barrier.arrive_and_wait()
         if thread < rows:
             send_to_other(theirs.iterator + thread, self._largest(staging, thread), arrived)
         for i in cutlass.range_constexpr(tokens):
-            bits[i] = self._largest(staging, self.operands.scale_token(i, thread))
+            bits[i] = self._largest(staging, self.acc_map.token(i, thread))
         cute.arch.mbarrier_wait(arrived, phase)
         for i in cutlass.range_constexpr(tokens):
-            token = self.operands.scale_token(i, thread)
+            token = self.acc_map.token(i, thread)
             bits[i] = cutlass.max(bits[i], theirs[token])
-            amax[i] = block_scale(amax[i], self.ue8m0)
+            amax[i] = block_scale(amax[i], self.activation.ue8m0)
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
@@ -170,9 +167,9 @@ class SwigluQuantise(SwigluEpilogue):
         for t in cutlass.range_constexpr(self.terms):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
-                token = self.operands.scale_token(i, thread)
+                token = self.acc_map.token(i, thread)
                 staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
         barrier.arrive_and_wait()
-        for place in cutlass.range(thread, rows * self.parts, threads, unroll=1):
-            self._store_part(output, staging, tile, place // self.parts, place % self.parts)
+        for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
+            self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
         self._announce_tile(output, tile, thread, barrier)

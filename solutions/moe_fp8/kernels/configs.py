@@ -1,0 +1,505 @@
+"""The configs of the grouped GEMM: what can be tuned on each architecture, and what is legal.
+
+A config holds every compile-time constant of the GEMM. It raises a ValueError that names the limit
+when its values cannot work. Which config is taken for how many rows: `heuristic_sm90` and
+`heuristic_sm100`.
+"""
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..numerics import BLOCK, TMA_ROWS
+from ..problem import MoeShape, expected_rows
+
+WARP = 32
+"""Threads of a warp."""
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+WARPGROUP_WARPS = 4
+"""Warps of a warpgroup."""
+SMEM_BYTES = 227 * 1024
+"""Shared memory of one CTA, on Hopper and on Blackwell."""
+REGISTERS = 64 * 1024 // WARPGROUP
+"""Registers that one thread of each warpgroup of a CTA may have together."""
+PRODUCER_REGISTERS = 24
+"""Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
+MAX_REGISTERS = 240
+"""Registers of a consumer thread. 232, the usual choice, made 128x192 tiles 2 % slower (H200)."""
+MAX_CONSUMER_WARPGROUPS = 3
+EPILOGUE_N = 64
+"""Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
+MAX_SFB = 128
+"""Weight scales of a tile that a warp has room for: one a K block, two with up and gate."""
+SFA_STAGES = 8
+"""K blocks of token scales in shared memory, where they have a pipeline of their own."""
+WGMMA_M = 64
+"""Rows of one WGMMA, which a warpgroup issues."""
+OTHER_REGISTERS = 32
+"""Registers of a consumer thread on Hopper that are not accumulators, at least."""
+UMMA_M = 128
+"""Rows of one tcgen05.mma, one a lane of tensor memory."""
+TMEM_COLUMNS = 512
+"""Columns of a multiprocessor's tensor memory, of 128 lanes of 4 bytes each."""
+TMEM_LOAD_COLUMNS = 64
+"""Accumulator columns that a consumer thread reads from tensor memory at once. Its registers have
+room for no more beside as many sums."""
+STAGED_COLUMNS = 32
+"""Columns of a warp's rows that go through shared memory at once on their way out (Blackwell)."""
+MAX_ACCUMULATORS = 4
+"""K blocks in tensor memory. With two the next K block's MMA runs while one is promoted. More let
+the MMA run on while a tile is stored."""
+
+
+class Schedule(enum.Enum):
+    """Which tile a cluster computes after the one it has."""
+
+    STATIC = "static"
+    """Round robin: tile i belongs to cluster i, modulo the number of clusters."""
+    WHOLE_WAVES = "whole_waves"
+    """Round robin among as many clusters as get equal numbers of tiles. A GEMM that waits for
+    weights reads as fast with fewer clusters, and the next kernel starts on the SMs left over."""
+    DYNAMIC = "dynamic"
+    """The next tile that no cluster has asked for (`tiles.TileQueue`)."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile and pipeline of a grouped GEMM: what the configs of both architectures share.
+
+    Attributes:
+        tile_m: rows (tokens) of a CTA tile.
+        tile_n: output columns of a CTA tile.
+        cluster_m: CTAs of a cluster along the rows. They share each B tile by multicast.
+        cluster_n: CTAs of a cluster along the columns. They share each A tile by multicast.
+        stages: depth of the load pipeline in K blocks; 0 takes all the shared memory.
+        swap_ab: weights take the MMA's rows and tokens its columns, for few rows.
+        schedule: which cluster computes which tile.
+        terms: FP8 values that an element of A is the sum of. Both multiply the same B. Sums of two
+            terms are stored in float32: rounding them would cost what the second term gains.
+        quantises: FP8 terms that the epilogue makes of up and gate; 0 for a plain store.
+        evict_first: weights leave L2 before other lines. Where L2 is full of lines that are not
+            written back yet, the weights of up to three experts arrive sooner, those of seven
+            later.
+
+    Raises:
+        ValueError: a value is outside what the kernel supports; the message names the limit.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    cluster_m: int = 1
+    cluster_n: int = 1
+    stages: int = 0
+    swap_ab: bool = False
+    schedule: Schedule = Schedule.STATIC
+    terms: int = 1
+    quantises: int = 0
+    evict_first: bool = False
+    # Hopper or Blackwell alone has a choice of these.
+    mma_ctas = 1
+    producer_warpgroups = 1
+    gathers = False
+    slices = False
+    split_sfa = False
+    """True if the token scales have a pipeline of their own, and do not come with the rows."""
+
+    def check(self, **legal: tuple[int, ...]) -> None:
+        """Raise a ValueError if a field has none of its `legal` values or the stages do not fit."""
+        side = "with swap_ab" if self.swap_ab else "without swap_ab"
+        for name, values in {**legal, "terms": (1, 2), "quantises": (0, 1, 2)}.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise ValueError(
+                    f"{name}={value}: expected one of {values} {side} and "
+                    f"quantises={self.quantises}"
+                )
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
+            raise ValueError(
+                f"cluster ({self.cluster_m}, {self.cluster_n}): expected (1, 1), (1, 2) or (2, 1)"
+            )
+        if self.stages < 0 or self.stages == 1:
+            raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
+        if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
+            raise ValueError(
+                f"{self}: needs {self.smem_bytes} bytes of shared memory, "
+                f"more than the {SMEM_BYTES} of one CTA"
+            )
+
+    def one_line(self, *words: str) -> str:
+        """The config in one line, with what an architecture adds."""
+        tile = f"{self.tile_m}x{self.tile_n}x{BLOCK}"
+        cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
+        terms = f"{self.terms} terms" if self.terms > 1 else ""
+        quantises = f"quantises {self.quantises}" if self.quantises else ""
+        evict_first = "evict_first" if self.evict_first else ""
+        words = (tile, cluster, f"{self.num_stages} stages", *words, terms, quantises, evict_first)
+        return ", ".join(filter(None, words))
+
+    def flags(self, *names: str) -> list[str]:
+        """The names of the fields that are True."""
+        return [name for name in names if getattr(self, name)]
+
+    @property
+    def schedule_word(self) -> str:
+        return "" if self.schedule is Schedule.STATIC else self.schedule.value
+
+    @property
+    def dynamic(self) -> bool:
+        return self.schedule is Schedule.DYNAMIC
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that make a tile's sums."""
+        raise NotImplementedError
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.consumer_warpgroups * WARPGROUP_WARPS
+
+    @property
+    def gathers_rows(self) -> bool:
+        """True if the layer's GEMM1 with this config gathers its rows."""
+        return self.swap_ab or self.gathers
+
+    @property
+    def row_step(self) -> int:
+        """Rows in steps of which an expert's rows are divided among its tiles."""
+        return self.tile_m * self.cluster_m
+
+    @property
+    def sfb_halves(self) -> int:
+        """Weight scales of one K block of a tile: one, or those of up and of gate."""
+        return 2 if self.quantises else 1
+
+    @property
+    def interleave(self) -> int:
+        """Weight rows of up that lie side by side in a tile with `quantises`, then as many of gate.
+        One thread then has up and gate of a column."""
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        return (self.consumer_warpgroups + self.producer_warpgroups) * WARPGROUP
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
+        left = REGISTERS - self.producer_warpgroups * PRODUCER_REGISTERS
+        return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
+
+    @property
+    def stage_readers(self) -> int:
+        """Arrivals of a CTA that free a stage: one for each consumer warp."""
+        return self.consumer_warps
+
+    @property
+    def b_rows(self) -> int:
+        """Rows of B in one CTA's shared memory. CTAs that share an MMA hold a part each."""
+        return self.tile_n // self.mma_ctas
+
+    @property
+    def b_shares(self) -> int:
+        """CTAs that hold the same rows of B. Each loads a share for all of them."""
+        return self.cluster_m // self.mma_ctas
+
+    @property
+    def sfa_rows(self) -> int:
+        """Token scales of one K block: those of the tile, up to 3 before it and 1 after it."""
+        return self.tile_m + TMA_ROWS
+
+    @property
+    def sfa_bytes(self) -> int:
+        """Shared memory of one K block's token scales. TMA writes to multiples of 128 bytes."""
+        return -(-self.sfa_rows * 4 // 128) * 128
+
+    @property
+    def sfa_stages(self) -> int:
+        return SFA_STAGES if self.split_sfa else self.num_stages
+
+    @property
+    def stage_bytes(self) -> int:
+        sfa = 0 if self.split_sfa else self.sfa_bytes
+        return (self.tile_m * self.terms + self.b_rows) * BLOCK + sfa
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of the epilogue: the tile in bfloat16, nothing where float32 is stored."""
+        return self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the stages: staging, scales, barriers and alignment."""
+        scales = self.consumer_warps * MAX_SFB * 4
+        if self.split_sfa:
+            scales += SFA_STAGES * self.sfa_bytes
+        return self.staging_bytes + scales + 2048
+
+    @property
+    def num_stages(self) -> int:
+        """Depth of the load pipeline, with 0 resolved to what fits."""
+        return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.fixed_bytes + self.num_stages * self.stage_bytes
+
+
+@dataclass(frozen=True)
+class GemmConfigSm90(GemmConfig):
+    """The config on Hopper; further fields: `GemmConfig`.
+
+    Attributes:
+        tile_m: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
+        tile_n: 64 or 128. With `quantises` 128, in clusters of (1, 2).
+        overlap: a second accumulator, so that one K block is promoted while the next one runs.
+        unroll: an iteration of the main loop covers all stages, so that stage addresses are
+            constants. Where the stages do not divide the K blocks it covers up to four; where it
+            would cover all K blocks, one.
+        gathers: the layer's first GEMM gathers its rows, as with `swap_ab`. Without it a permute
+            kernel brings them together first.
+        slices: empty 64-row slices of a tile are not loaded. Without `swap_ab` and `gathers`.
+    """
+
+    overlap: bool = False
+    unroll: bool = False
+    gathers: bool = False
+    slices: bool = False
+
+    def __post_init__(self) -> None:
+        rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
+        columns = (BLOCK,) if self.quantises else (64, BLOCK)
+        self.check(tile_m=rows, tile_n=columns)
+        if self.quantises and self.cluster_n != 2:
+            raise ValueError(f"{self}: expected clusters (1, 2), which share the scales")
+        if self.slices and (self.swap_ab or self.gathers or self.tile_m == WGMMA_M):
+            raise ValueError(f"slices: expected several warpgroups of permuted tokens, got {self}")
+        most = self.consumer_registers - OTHER_REGISTERS
+        if self.acc_registers > most:
+            raise ValueError(
+                f"{self}: {self.acc_registers} accumulator registers a thread, "
+                f"expected at most {most}"
+            )
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that issue WGMMA, each for 64 rows of a tile's MMA."""
+        return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
+
+    @property
+    def row_step(self) -> int:
+        """One warpgroup's rows. In a cluster with several row tiles each tile has a fixed share of
+        the cluster's rows."""
+        by_rows = self.cluster_m == 1 and not self.swap_ab
+        return WGMMA_M if by_rows else super().row_step
+
+    @property
+    def interleave(self) -> int:
+        """Rows r and r + 8 of the accumulator, or column groups j and j + 8, are a thread's."""
+        return 8 if self.swap_ab else self.tile_n // 2
+
+    @property
+    def acc_registers(self) -> int:
+        """Registers of a consumer thread for the sum and for one or two K blocks."""
+        values = self.tile_m * self.tile_n // (self.consumer_warpgroups * WARPGROUP)
+        return values * (3 if self.overlap else 2)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of the epilogue. With `quantises`: the FP8 terms of 64 columns, the maxima
+        of this CTA's warps (with `swap_ab`) and of the other CTA, and mbarriers."""
+        if not self.quantises:
+            return super().staging_bytes
+        maxima = 2 + (self.consumer_warps if self.swap_ab else 0)
+        row = (BLOCK // 2 + 16) * self.quantises + 4 * maxima
+        return self.tile_m * row + 16 * self.consumer_warpgroups
+
+    def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm90":
+        """This config for an epilogue that makes `terms` FP8 terms of up and gate; `few`: its tiles
+        would give work to less than half of the GPU."""
+        # Pairs of CTAs make the 128 columns of a scale.
+        return replace(self, cluster_n=2, quantises=terms)
+
+    def __str__(self) -> str:
+        before = self.flags("swap_ab", "overlap")
+        return self.one_line(
+            *before, self.schedule_word, *self.flags("unroll", "gathers", "slices")
+        )
+
+
+@dataclass(frozen=True)
+class GemmConfigSm100(GemmConfig):
+    """The config on Blackwell; further fields: `GemmConfig`.
+
+    Attributes:
+        tile_m: 128; with `swap_ab` 16, 32 or 64.
+        tile_n: 64, 128 or 256; with `swap_ab` 128. With `quantises` 256, the up and gate of 128
+            columns; with `swap_ab` in clusters of (1, 2) 128, the up or the gate.
+        accumulators: K blocks in tensor memory at once; 0 takes as many as fit, up to 4.
+        mma_ctas: CTAs that share an MMA. The two CTAs of a cluster (2, 1) hold their own rows of
+            the tile and of the accumulator, and half of B each. An MMA of 256 rows reads both
+            halves, so a CTA loads and reads half as much of B. Without `swap_ab`.
+    """
+
+    accumulators: int = 0
+    mma_ctas: int = 1
+    producer_warpgroups = 2
+    """One that loads, as on Hopper, and one with the MMA and the token scales."""
+    split_sfa = True
+    """They are read after the MMA, when their stage of rows may have been filled again."""
+    stage_readers = 1
+    """The MMA."""
+
+    def __post_init__(self) -> None:
+        if self.mma_ctas == 2 and (self.swap_ab or self.cluster_m == 1):
+            side = "with swap_ab" if self.swap_ab else "without swap_ab"
+            raise ValueError(
+                "mma_ctas=2: expected cluster (2, 1) without swap_ab, not "
+                f"({self.cluster_m}, {self.cluster_n}) {side}"
+            )
+        rows = (16, 32, 64) if self.swap_ab else (UMMA_M,)
+        columns = (UMMA_M,) if self.swap_ab else (64, 128, 256)
+        if self.quantises:
+            columns = (BLOCK,) if self.swap_ab and self.cluster_n == 2 else (2 * BLOCK,)
+        self.check(mma_ctas=(1, 2), tile_m=rows, tile_n=columns)
+        most = min(MAX_ACCUMULATORS, TMEM_COLUMNS // self.acc_columns)
+        if self.accumulators < 0 or self.accumulators == 1 or self.accumulators > most:
+            raise ValueError(
+                f"accumulators={self.accumulators}: expected 0 (as many as fit) or 2 to {most}, "
+                f"of {self.acc_columns} of the {TMEM_COLUMNS} columns of tensor memory each"
+            )
+
+    @property
+    def acc_columns(self) -> int:
+        """Columns of one accumulator in a CTA's tensor memory."""
+        return self.tile_m * (self.tile_n // UMMA_M) if self.swap_ab else self.tile_n
+
+    @property
+    def num_accumulators(self) -> int:
+        """Accumulators in tensor memory, with 0 resolved to what fits."""
+        return self.accumulators or min(MAX_ACCUMULATORS, TMEM_COLUMNS // self.acc_columns)
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns of tensor memory to allocate: a power of two, 32 at least."""
+        return max(32, 1 << (self.num_accumulators * self.acc_columns - 1).bit_length())
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that promote. A thread has a lane of tensor memory, and so a row. Two share
+        the columns where there are enough; a third would leave a thread too few registers."""
+        return 1 if self.swap_ab else min(2, self.acc_columns // TMEM_LOAD_COLUMNS)
+
+    @property
+    def consumer_columns(self) -> int:
+        """Accumulator columns that one consumer thread promotes."""
+        return self.acc_columns // self.consumer_warpgroups
+
+    @property
+    def by_pairs(self) -> bool:
+        """True if two CTAs hold up and gate of a column."""
+        return self.quantises > 0 and self.tile_n == BLOCK
+
+    @property
+    def sfb_halves(self) -> int:
+        return 1 if self.by_pairs else super().sfb_halves
+
+    @property
+    def interleave(self) -> int:
+        """The rows of two MMA are a thread's, or the halves of its warpgroup's columns."""
+        return UMMA_M if self.swap_ab else self.consumer_columns // 2
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of the epilogue: FP8 terms and maxima; the tile in bfloat16 or a part."""
+        if self.quantises:
+            rows = self.tile_m // 2 if self.by_pairs else self.tile_m
+            sums = 2 * 4 * UMMA_M if self.by_pairs else 0  # of the other CTA, two buffers
+            row = (BLOCK + 16) * self.quantises + 4 * self.consumer_warps + sums
+            return rows * row + 16
+        if self.swap_ab or self.terms > 1:
+            return super().staging_bytes
+        return self.consumer_warpgroups * self.tile_m * STAGED_COLUMNS * 2
+
+    def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm100":
+        """As `GemmConfigSm90.with_swiglu`. Few tiles are divided among pairs of CTAs."""
+        pair = few and self.swap_ab
+        tile: dict[str, Any] = {"tile_n": BLOCK, "cluster_n": 2} if pair else {"tile_n": 2 * BLOCK}
+        return replace(self, **tile, quantises=terms, stages=0, accumulators=0)
+
+    def __str__(self) -> str:
+        mma = f"MMA of {self.mma_ctas} CTAs" if self.mma_ctas > 1 else ""
+        accumulators = f"{self.num_accumulators} accumulators"
+        return self.one_line(accumulators, *self.flags("swap_ab"), self.schedule_word, mma)
+
+
+class LayerRules(NamedTuple):
+    """How the fused layer changes the configs that an architecture's heuristic picks for a GEMM.
+
+    With few rows (`swap_ab`):
+    - Both GEMMs have `stages` stages. So deep a pipeline leaves no room for a CTA of GEMM2 until
+      one of GEMM1 is done.
+    - GEMM1 gathers its rows. With small tiles it runs in whole waves, so that GEMM2 starts on the
+      SMs left over.
+    With more rows a permute kernel runs before GEMM1. It pays from fewer rows on than the larger
+    tile does in the GEMM alone (`larger`), unless so few columns (`gathered`) read each row.
+
+    GEMM2 is dynamic where it starts while GEMM1 runs, because its CTAs start at different times.
+    With few K blocks a tile, asking for each tile costs more than the early start gains: then GEMM2
+    runs after GEMM1 with a static schedule (`in_order`).
+
+    The last five fields are off by default, for an architecture that was not measured.
+    """
+
+    stages: int  # of both GEMMs with few rows
+    one_wave: float  # rows on this rank up to which GEMM1's tiles make one wave
+    whole_waves: int  # largest tile_m of a GEMM1 that runs in whole waves
+    evict_first: float = 0  # bytes of the active experts' weights up to which these leave L2 first
+    slices: int = 0  # tile_m of which empty slices are not loaded
+    in_order: int = 0  # K blocks of GEMM2 up to which its schedule is static
+    gathered: int = 0  # columns of GEMM1 up to which there is no permute
+    # (above, pick_as): with more than `above` rows an expert, GEMM1 picks its config as for at
+    # least `pick_as` rows.
+    larger: tuple[float, float] = (math.inf, math.inf)
+
+    def configs(
+        self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]
+    ) -> tuple[Any, Any]:
+        """Return the configs of GEMM1 and GEMM2 for T tokens, at least one. `pick` is a heuristic's
+        `choose`."""
+        rows = expected_rows(tokens * shape.top_k, shape.num_experts)
+        h, i = shape.hidden_size, shape.intermediate_size
+        above, pick_as = self.larger
+        config1 = pick(max(rows, pick_as) if rows > above else rows, 2 * i, h)
+        config2 = pick(rows, h, i, terms=terms)
+        local_rows = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
+        overlap = not config2.swap_ab or local_rows > self.one_wave
+        overlap = overlap and i // BLOCK > self.in_order
+        config2 = replace(
+            config2,
+            stages=self.stages if config2.swap_ab else config2.stages,
+            schedule=Schedule.DYNAMIC if overlap else Schedule.STATIC,
+        )
+        if config1.swap_ab:
+            waves = overlap and config1.tile_m <= self.whole_waves
+            schedule = Schedule.WHOLE_WAVES if waves else Schedule.STATIC
+            config1 = replace(config1, stages=self.stages, schedule=schedule)
+        else:
+            config1 = replace(config1, schedule=Schedule.DYNAMIC)
+            if 2 * i <= self.gathered:
+                config1 = replace(config1, gathers=True)
+        config1 = config1.with_swiglu(terms, few=local_rows <= self.one_wave)
+        weight_bytes = local_rows * 3 * h * i
+        return self._with_loads(config1, weight_bytes), self._with_loads(config2, weight_bytes)
+
+    def _with_loads(self, config: Any, weight_bytes: float) -> Any:
+        """Set `slices` and `evict_first`."""
+        if config.tile_m == self.slices and not (config.swap_ab or config.gathers):
+            config = replace(config, slices=True)
+        return replace(config, evict_first=weight_bytes <= self.evict_first)

@@ -1,0 +1,260 @@
+"""Epilogues on Blackwell: the bfloat16 store of a warp, SwiGLU and FP8. See `epilogue` for
+hooks."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
+
+from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
+from .epilogue import Quantised, SwigluEpilogue, TilePart
+from .swiglu import Activation, block_scale, divide
+from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
+from .tiles import Tile
+from .vectors import BF16_VECTOR, BYTES, load, vector
+
+STAGED_PIECES = STAGED_COLUMNS // BF16_VECTOR
+"""16-byte pieces of a staged row."""
+
+
+class StoreByWarp:
+    """Round the sums to bfloat16 and store the rows of the tile's expert, each warp for itself.
+
+    A thread has a row of the accumulator, a warp 32 of them. They leave through 2 KiB of shared
+    memory that only this warp uses, 32 columns at a time, so that neighbouring lanes store 64 bytes
+    side by side. Staging a whole tile would cost the pipeline a stage or two, and here no warp
+    waits for another.
+    """
+
+    tma_store = False
+    smem_type = BFloat16
+
+    def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int):
+        self.config, self.n = config, n
+        self.smem_elements = config.staging_bytes // 2
+        self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
+
+    def output(self, out: cute.Tensor) -> cute.Tensor:
+        """Return `out` (rows, n) bf16."""
+        return out
+
+    def staging(self, buffer) -> cute.Tensor:
+        """Return the staging buffer (32 rows * 32 columns, warps) bf16."""
+        warps = self.config.consumer_warps
+        return buffer.get_tensor(cute.make_layout((WARP * STAGED_COLUMNS, warps)))
+
+    @cute.jit
+    def store(self, output, staging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of this warp's part; see `StoreBf16.store`."""
+        tile, warpgroup, thread, _ = part
+        c, lane = self.config, thread % WARP
+        mine = staging[None, thread // WARP].iterator
+        first_row = thread % UMMA_M // WARP * WARP
+        first_column = tile.n_tile * c.tile_n + warpgroup * c.consumer_columns
+        rounded = cute.make_rmem_tensor((BF16_VECTOR, STAGED_PIECES), BFloat16)
+        for first in cutlass.range_constexpr(0, c.consumer_columns, STAGED_COLUMNS):
+            for i in cutlass.range_constexpr(STAGED_COLUMNS):
+                rounded[i] = BFloat16(acc[first + i])
+            cute.arch.sync_warp()  # what was staged before has been read
+            for piece in cutlass.range_constexpr(STAGED_PIECES):
+                to = vector(mine + self._place(lane, piece), BF16_VECTOR)
+                cute.autovec_copy(rounded[None, piece], to)
+            cute.arch.sync_warp()
+            column = first_column + first + lane % STAGED_PIECES * BF16_VECTOR
+            inside = Boolean(True)
+            if cutlass.const_expr(self.ragged_n):
+                inside = column < self.n
+            for i in cutlass.range_constexpr(STAGED_PIECES):
+                row = lane // STAGED_PIECES + i * (WARP // STAGED_PIECES)
+                if inside and first_row + row < tile.rows:
+                    source = vector(mine + self._place(row, lane % STAGED_PIECES), BF16_VECTOR)
+                    target = output.iterator + Int64(tile.row + first_row + row) * self.n + column
+                    cute.autovec_copy(source, vector(target, BF16_VECTOR))
+
+    def _place(self, row: Int32, piece: Int32 | int) -> Int32:
+        """Return the place of a staged piece: the pieces of a column lie in different banks."""
+        return row * STAGED_COLUMNS + (row // 2 % STAGED_PIECES ^ piece) * BF16_VECTOR
+
+
+class SwigluStagingSm100(NamedTuple):
+    """A CTA's staging buffer. Maxima are kept as int bits: floats that are not negative order like
+    integers."""
+
+    rows: cute.Tensor  # (rows, 128, terms) e4m3
+    amax: cute.Tensor  # (groups, rows) i32: of a warpgroup's or, with swap_ab, a warp's columns
+
+
+class SwigluEpilogueSm100(SwigluEpilogue):
+    """`SwigluEpilogue` for 128 columns a CTA, all of a scale: no CTA waits for another.
+
+    Where tokens are accumulator rows, a thread has 64 columns of its token, and the same thread of
+    the other warpgroup has the others. With swap_ab a thread has one column of all tokens. The
+    maxima meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
+    """
+
+    def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int, activation: Activation):
+        super().__init__(config, acc_map, n, activation)
+        self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
+
+    @property
+    def smem_elements(self) -> int:
+        return self.staged_bytes + 4 * self.column_groups * self.config.tile_m
+
+    def staging(self, buffer) -> Any:
+        base, rows = buffer.data_ptr(), self.config.tile_m
+        amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
+        by_group = cute.make_layout((self.column_groups, rows), stride=(rows, 1))
+        return SwigluStagingSm100(self.staged_rows(base), cute.make_tensor(amax, by_group))
+
+    @cute.jit
+    def store(self, output: Quantised, staging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of a tile, by all consumer threads; see `StoreBf16.store`."""
+        barrier = self._barrier()
+        if cutlass.const_expr(self.config.swap_ab):
+            self._stage_columns(output, staging, acc, part.tile, part.thread, barrier)
+        else:
+            self._stage_row(output, staging, acc, part, barrier)
+        self._store_staged(output, staging, part.tile, part.thread, barrier)
+
+    def _barrier(self) -> pipeline.NamedBarrier:
+        """Return the barrier of all consumer threads."""
+        return pipeline.NamedBarrier(
+            barrier_id=NamedBarrierId.STAGING, num_threads=self.warps * WARP
+        )
+
+    @cute.jit
+    def _store_staged(self, output: Quantised, staging, tile, thread, barrier):
+        """Store the rows that all threads have staged."""
+        barrier.arrive_and_wait()
+        threads = self.warps * WARP
+        for p in cutlass.range(thread, self.rows * self.pieces, threads, unroll=1):
+            self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
+        self._announce_tile(output, tile, thread, barrier)
+
+    @cute.jit
+    def _stage_row(self, output: Quantised, staging, acc, part: TilePart, barrier):
+        """Stage where tokens are accumulator rows: a thread has one, with half of its columns."""
+        tile, warpgroup, thread, _ = part
+        row = thread % UMMA_M
+        columns = self.config.interleave
+        c = cute.make_rmem_tensor(columns, Float32)
+        amax = cute.make_rmem_tensor(1, Float32)
+        bits = cute.recast_tensor(amax, Int32)
+        amax[0] = Float32(0.0)
+        for j in cutlass.range_constexpr(columns):
+            c[j] = self.activated(acc, j, columns + j)
+            amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
+        staging.amax[warpgroup, row] = bits[0]
+        barrier.arrive_and_wait()  # and all have stored the rows that were staged before
+        bits[0] = self._largest(staging, row)
+        scale = block_scale(amax[0], self.activation.ue8m0)
+        if warpgroup == 0 and row < tile.rows:
+            output.scale[tile.n_tile, tile.row + row] = scale
+        divide(c, scale)
+        quantised = cute.make_rmem_tensor(columns, Float8E4M3FN)
+        for t in cutlass.range_constexpr(self.terms):
+            self._next_term(c, quantised, t)
+            target = self._staged(staging, row, t) + warpgroup * columns
+            to = cute.make_tensor(target.align(BYTES), cute.make_layout(columns))
+            cute.autovec_copy(quantised, to)
+
+    @cute.jit
+    def _stage_columns(self, output: Quantised, staging, sums, tile, thread, barrier):
+        """Stage where tokens are accumulator columns: a thread has one column of the result, of all
+        tokens."""
+        warp, tokens = thread // WARP, self.rows
+        c = cute.make_rmem_tensor(tokens, Float32)
+        amax = cute.make_rmem_tensor(tokens, Float32)
+        bits = cute.recast_tensor(amax, Int32)
+        for i in cutlass.range_constexpr(tokens):
+            c[i] = self.activated(sums, i, tokens + i)
+            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
+            bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
+            if thread % WARP == i % WARP:
+                staging.amax[warp, i] = bits[i]
+        barrier.arrive_and_wait()  # and all have stored the rows that were staged before
+        for i in cutlass.range_constexpr(tokens):
+            bits[i] = self._largest(staging, Int32(i))
+            amax[i] = block_scale(amax[i], self.activation.ue8m0)
+            if thread == i and i < tile.rows:
+                output.scale[tile.n_tile, tile.row + i] = amax[i]
+            divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
+        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
+        for t in cutlass.range_constexpr(self.terms):
+            self._next_term(c, quantised, t)
+            for i in cutlass.range_constexpr(tokens):
+                staging.rows[i, thread, t] = quantised[i]
+
+
+class SwigluPairStaging(NamedTuple):
+    """`SwigluStagingSm100`, and what the other CTA sends."""
+
+    rows: cute.Tensor
+    amax: cute.Tensor
+    theirs: cute.Tensor  # (tokens, 128, buffers) i32: bits of the other CTA's sums
+    arrived: cute.Pointer  # mbarriers (buffers,) of `theirs`
+
+
+class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
+    """`SwigluEpilogueSm100` with swap_ab by two CTAs: one has up, the other one gate.
+
+    With few tiles twice as many CTAs then read weights. Each CTA makes half of the tokens: it sends
+    the other one its sums of the other half (`PairExchange`).
+    """
+
+    def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int, activation: Activation):
+        super().__init__(config, acc_map, n, activation)
+        self.rows = config.tile_m // 2
+        self.exchange = PairExchange(1, 1)
+
+    @property
+    def smem_elements(self) -> int:
+        theirs = 4 * self.rows * UMMA_M * PAIR_BUFFERS
+        return super().smem_elements + theirs + self.exchange.bytes
+
+    @cute.jit
+    def staging(self, buffer) -> SwigluPairStaging:
+        """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
+        rows, amax = super().staging(buffer)
+        theirs = (amax.iterator + cute.size(amax)).align(BYTES)
+        layout = cute.make_layout((self.rows, UMMA_M, PAIR_BUFFERS))
+        return SwigluPairStaging(
+            rows,
+            amax,
+            cute.make_tensor(theirs, layout),
+            self.exchange.initialise(theirs + cute.size(layout)),
+        )
+
+    @cute.jit
+    def store(self, output: Quantised, staging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of this CTA's half of a tile; see `StoreBf16.store`."""
+        tile, _, thread, stored = part
+        second = tile.n_tile % 2
+        mine = cute.make_rmem_tensor(self.rows, Float32)
+        theirs = cute.make_rmem_tensor(self.rows, Float32)
+        for i in cutlass.range_constexpr(self.rows):
+            halves = acc[i], acc[self.rows + i]
+            mine[i] = cutlass.select_(second == 0, *halves)
+            theirs[i] = cutlass.select_(second == 0, *halves[::-1])
+        arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
+        received = staging.theirs[None, thread, stored % PAIR_BUFFERS].iterator
+        if thread == 0:
+            announce_to_other(arrived, 4 * self.rows * UMMA_M)
+        bits = cute.recast_tensor(theirs, Int32)
+        for i in cutlass.range_constexpr(0, self.rows, 4):
+            four = tuple(bits[i + j] for j in range(4))
+            send_to_other((received + i).align(BYTES), four, arrived)
+        cute.arch.mbarrier_wait(arrived, phase)
+        load(received, bits)
+        sums = cute.make_rmem_tensor(2 * self.rows, Float32)
+        for i in cutlass.range_constexpr(self.rows):
+            both = mine[i], theirs[i]
+            sums[i] = cutlass.select_(second == 0, *both)
+            sums[self.rows + i] = cutlass.select_(second == 0, *both[::-1])
+        first = second * self.rows
+        half = Tile(tile.expert, tile.n_tile // 2, tile.row + first, tile.rows - first)
+        barrier = self._barrier()
+        self._stage_columns(output, staging, sums, half, thread, barrier)
+        self._store_staged(output, staging, half, thread, barrier)

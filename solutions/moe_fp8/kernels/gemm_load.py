@@ -1,0 +1,740 @@
+"""The producer half of the grouped GEMM: the warps that fill the stages of shared memory.
+
+Hopper and Blackwell load alike, so both kernels share this file. The consumer half, which empties
+the stages, is `gemm_sm90` and `gemm_sm100`. The two halves meet at `ab_pipeline`, one stage a K
+block, and nowhere else. A K block has, for a tile,
+
+    A     tile_m rows of 128 e4m3 values (tokens), once for each FP8 term
+    SFA   their scales, one float32 a row
+    B     b_rows rows of 128 e4m3 values (weights)
+
+The warps of warpgroup 0:
+
+    0    A and SFA, by TMA; where rows lie anywhere by cp.async, together with warp 3
+    1    B, by TMA
+    2    the tile scheduler, where the schedule is dynamic
+    3    a side job that has nothing to do with the GEMM, where it does not load
+
+In a cluster each CTA loads its share of the A tile for the CTAs in its row (cluster_n) and its
+share of the B tile for those in its column (cluster_m). Multicast writes a share to all of them.
+CTAs that share an MMA (`mma_ctas`, Blackwell) each hold their own rows of A and B; the MMA reads
+those of both.
+
+What the previous kernel wrote is first touched after `wait_for_previous`. With `rows_known` only A
+comes from the previous kernel, so only the warps that load A wait. B of the first stages is loaded
+before that: the consumers cannot store anything before A has arrived. With `Ready` the warps that
+load A wait for the rows of one expert at a time (`sync`).
+
+A tile may read rows past its expert's end. They only reach accumulator values that are not stored.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from ..numerics import BLOCK, TMA_ROWS
+from . import vectors
+from .configs import WARP
+from .dsl import LayoutEnum
+from .sync import Ready, wait_for_previous, wait_for_rows
+from .tiles import MAX_EXPERTS, Tile, TileScheduler
+from .vectors import BF16_VECTOR, vector
+
+A_WARPS = (0, 3)
+"""The warps that load A: the first one, or both."""
+B_WARP = 1
+SCHEDULER_WARP = 2
+SIDE_JOB_WARP = A_WARPS[-1]
+"""It is free, because with a side job only one warp loads A."""
+SLICE = 64
+"""Rows of a slice: a consumer warpgroup's part of a tile where tokens are the MMA's rows."""
+SWIZZLE_ALIGN = 1024
+"""Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
+CHUNK = 16
+"""e4m3 values of one cp.async, and of one piece of the 128-byte swizzle."""
+EVICT_FIRST = 0x12F0000000000000
+"""The L2 cache policy of that name (createpolicy.fractional.L2::evict_first) as a constant."""
+MMA_CTAS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
+"""By the CTAs that share an MMA."""
+
+
+class StageCounts(NamedTuple):
+    """What completes a phase of the two mbarriers of a stage."""
+
+    # Arrivals on `full`: of the warps that load A, and one expect-tx for B. CTAs that share an MMA
+    # all arrive on the first CTA's barrier.
+    full_arrivals: int
+    a_bytes: int  # that TMA brings to a CTA: A and, unless `split_sfa`, SFA
+    b_bytes: int
+    # Arrivals on `empty`: every reader of the stage in every CTA that the copies are multicast to,
+    # those in the same row and column of the cluster. CTAs that share an MMA have one reader.
+    empty_arrivals: int
+
+
+class TmaTensor(NamedTuple):
+    """A tensor as TMA copies it."""
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor  # of the tensor's shape: TMA takes coordinates, not addresses
+
+
+class SharedOperands(NamedTuple):
+    """The operands in a CTA's shared memory."""
+
+    sA: cute.Tensor  # (tile_m, 128, stages * terms) e4m3, swizzled
+    sSFA: cute.Tensor  # (sfa_rows, 1, sfa_stages) f32
+    sB: cute.Tensor  # (b_rows, 128, stages) e4m3, swizzled
+    tokens: (
+        cute.Pointer
+    )  # i32, 16-byte aligned: the tokens of a tile's rows, where they are gathered
+
+
+class GemmArguments(NamedTuple):
+    """What the host function hands to the kernel."""
+
+    a: Any  # A and SFA: `TmaRows` or `TokensByRow`
+    b: TmaTensor  # (n, k, experts)
+    sfb: cute.Tensor  # (experts, n / 128, k / 128) f32, or e8m0 as u8
+    output: Any  # what the epilogue made of D
+    expert_rows: cute.Tensor  # (2, experts) i32: first row, end
+    counter: cute.Tensor  # (any) i32, zero: tiles handed out by a dynamic schedule
+    side_job_tensors: tuple
+    ready: Ready | None  # where A's rows are handed over by expert
+
+
+# --- the roles ----------------------------------------------------------------------------------
+
+
+class GemmLoad:
+    """The producer half: what it holds in shared memory, and the roles of warpgroup 0.
+
+    Args:
+        config: the GEMM's config.
+        n, k, experts: of the weights; n and k are multiples of 128.
+        gather: rows of A are copies of tokens that lie anywhere.
+        rows_known: `expert_rows` was written before the previous kernel.
+        side_job: work for warp 3, see `ZeroRows.run`.
+
+    Raises:
+        ValueError: a size is not supported.
+    """
+
+    def __init__(
+        self, config, n: int, k: int, experts: int, gather=False, rows_known=False, side_job=None
+    ):
+        for name, size in (("n", n), ("k", k)):
+            if size % BLOCK:
+                raise ValueError(f"{name}={size}: expected a multiple of {BLOCK}")
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"experts={experts}: expected 1..{MAX_EXPERTS}")
+        self.config, self.k, self.experts = config, k, experts
+        self.k_blocks = k // BLOCK
+        self.rows_known, self.side_job = rows_known, side_job
+        rows = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
+        self.rows: Any = rows(config)
+        if side_job and self.rows.warps == len(A_WARPS):
+            raise ValueError(f"{rows.__name__} leaves no warp for {side_job}")
+        self.counts = StageCounts(
+            full_arrivals=(self.rows.arrivals + 1) * config.mma_ctas,
+            a_bytes=self.rows.bytes,
+            b_bytes=config.b_rows * BLOCK,
+            empty_arrivals=config.stage_readers * (config.b_shares + config.cluster_n - 1),
+        )
+
+    def setup(self) -> None:
+        """Make the layouts of shared memory. They are values of the compiler, which live only in
+        the function that makes them: the host function and the kernel both call this."""
+        c = self.config
+        # (tile_m, 128, stages * terms), (sfa_rows, 1, sfa_stages), (b_rows, 128, stages)
+        self.a_smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
+        self.sfa_smem = sfa_layout(c)
+        self.b_smem = hopper.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (c.tile_m, c.b_rows, BLOCK), Float8E4M3FN, c.num_stages
+        )
+        # The barriers must wait for exactly the bytes that the copies bring.
+        b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
+        assert self.counts.b_bytes == b_bytes
+
+    def b_operand(self, b: cute.Tensor) -> TmaTensor:
+        """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""
+        c = self.config
+        weights = weights_by_column(b, c)
+        return tma_tensor(weights, self.b_smem, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
+
+    def prefetch(self, args: GemmArguments) -> None:
+        """Fetch the TMA descriptors ahead of the first copy; one warp."""
+        self.rows.prefetch(args.a)
+        cpasync.prefetch_descriptor(args.b.atom)
+
+    def shared(self, storage) -> SharedOperands:
+        """Return the views of the operands' shared memory."""
+        return SharedOperands(
+            sA=storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
+            sSFA=storage.a_scale.get_tensor(self.sfa_smem),
+            sB=storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
+            tokens=storage.tokens.data_ptr(),
+        )
+
+    @cute.jit
+    def run(self, warp_idx, ab_pipeline, tile_sched: TileScheduler, args, shared):
+        """Run the roles of warpgroup 0."""
+        for i in cutlass.range_constexpr(self.rows.warps):
+            if warp_idx == A_WARPS[i]:
+                begin_tile = partial(self.rows.begin_tile, args.a, shared, warp=i)
+                copy = partial(self.rows.copy, args.a, ab_pipeline=ab_pipeline, warp=i)
+                self.load_rows(
+                    ab_pipeline, self.config.num_stages, tile_sched, args, begin_tile, copy
+                )
+        if warp_idx == B_WARP:
+            self._load_b(ab_pipeline, tile_sched, args.b, shared.sB)
+        if cutlass.const_expr(self.side_job is not None):
+            if warp_idx == SIDE_JOB_WARP:
+                block, _, _ = cute.arch.block_idx()
+                blocks, _, _ = cute.arch.grid_dim()
+                self.side_job.run(*args.side_job_tensors, block, blocks)
+        if cutlass.const_expr(self.config.dynamic):
+            if warp_idx == SCHEDULER_WARP and cute.arch.block_idx_in_cluster() == 0:
+                linear, stride, total = tile_sched.first()
+                tile_sched.queue.fetch(args.counter.iterator, linear, stride, total)
+
+    @cute.jit
+    def load_rows(self, pipe, stages: int, tile_sched, args: GemmArguments, begin_tile, copy):
+        """Load A and SFA, or SFA alone, of every K block of every tile of this CTA; one warp.
+
+        `begin_tile` gives what `copy` needs of a tile. `copy` starts the copies of a K block into a
+        free stage of `pipe`.
+        """
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+        cta = tile_sched.cta_in_cluster()
+        linear, stride, total = tile_sched.first()
+        queue_state = tile_sched.queue_state()
+        ready = args.ready
+        if cutlass.const_expr(ready is not None):
+            cute.arch.griddepcontrol_launch_dependents()
+            if cutlass.const_expr(ready.writable_rows is not None):
+                if tile_sched.tiles.expert_rows[1, self.experts - 1] > ready.writable_rows:
+                    cute.arch.griddepcontrol_wait()
+        elif cutlass.const_expr(self.rows_known):
+            wait_for_previous()
+        while linear < total:
+            tile = tile_sched.tile(linear, cta, shared=self.config.slices)
+            if cutlass.const_expr(ready is not None):
+                expert_rows = tile_sched.tiles.expert_rows
+                rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
+                wait_for_rows(ready.counts, tile.expert, rows * self.k)
+            copies = begin_tile(tile, cta)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                pipe.sync_object_empty.wait(state.index, state.phase)
+                copy(copies, kb, state=state)
+                state.advance()
+            linear, queue_state = tile_sched.next(linear, stride, queue_state)
+        if cutlass.const_expr(ready is not None):
+            # Must come before the exit, or the next kernel takes earlier kernels for complete.
+            cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def _load_b(self, ab_pipeline, tile_sched, b: TmaTensor, sB: cute.Tensor):
+        """Load B of every K block of every tile of this CTA; one warp."""
+        c = self.config
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+        cta = tile_sched.cta_in_cluster()
+        # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
+        mask = multicast_mask((c.b_shares, c.cluster_n), cta, 0)
+        hint = {"cache_policy": Int64(EVICT_FIRST)} if c.evict_first else {}
+        linear, stride, total = tile_sched.first()
+        queue_state = tile_sched.queue_state()
+        while linear < total:
+            tile = tile_sched.tile(linear, cta)
+            # (b_rows, 128, k_blocks)
+            part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
+            gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (part, None, tile.expert))
+            # ((tma), stages), ((tma), k_blocks)
+            tBsB, tBgB = tma_partition(b.atom, sB, gB, cta[0] // c.mma_ctas, c.b_shares)
+            for kb in cutlass.range(self.k_blocks, unroll=1):
+                ab_pipeline.sync_object_empty.wait(state.index, state.phase)
+                full = expect_bytes(ab_pipeline, state, self.counts.b_bytes, c.mma_ctas)
+                cute.copy(
+                    b.atom,
+                    tBgB[None, kb],
+                    tBsB[None, state.index],
+                    tma_bar_ptr=full,
+                    mcast_mask=mask,
+                    **hint,
+                )
+                state.advance()
+            linear, queue_state = tile_sched.next(linear, stride, queue_state)
+        # Must come before the exit, or the other CTAs' arrivals find this CTA gone.
+        ab_pipeline.producer_tail(state)
+
+
+def weights_by_column(b: cute.Tensor, config: Any) -> cute.Tensor:
+    """Return B, (experts, n, k), as (n, k, experts) with its rows in the order of tile columns.
+
+    With `quantises` half of a tile's columns are rows of the first half of n, half are the same
+    rows of the second half: up and gate. They are interleaved so that one thread has up and gate of
+    a column. The view has rank 5, which one TMA instruction copies.
+    """
+    if not config.quantises:
+        return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
+    experts, n, k = (cute.size(b, mode=[i]) for i in range(3))
+    half, group = n // 2, config.interleave
+    shape = ((group, 2, half // group), k, experts)
+    stride = ((k, half * k, group * k), 1, n * k)
+    return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
+
+
+@cute.jit
+def float_scale(stored: Any) -> Float32:
+    """Return a weight scale; a byte is an exponent, biased by 127, and 255 a NaN (e8m0)."""
+    scale = stored
+    if cutlass.const_expr(isinstance(stored, Uint8)):
+        bits = cute.make_rmem_tensor(1, Int32)
+        bits[0] = Int32(stored) << 23
+        if stored == 0 or stored == 255:
+            bits[0] = bits[0] | (1 << 22)  # 2^-127 is subnormal; without it 255 is an infinity
+        scale = cute.recast_tensor(bits, Float32)[0]
+    return scale
+
+
+# --- A: rows that lie one after the other -------------------------------------------------------
+
+
+def rows_layout(config: Any, rows: int, copies: int):
+    """Shared memory of `copies` times `rows` rows of A: (rows, 128, copies), swizzled."""
+    tile = (rows, config.tile_n, BLOCK)
+    return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, copies)
+
+
+def sfa_layout(config: Any) -> cute.Layout:
+    """Shared memory of SFA: (sfa_rows, 1, sfa_stages)."""
+    shape = (config.sfa_rows, 1, config.sfa_stages)
+    return cute.make_layout(shape, stride=(1, 0, config.sfa_bytes // 4))
+
+
+class TmaRows(NamedTuple):
+    """A and SFA as TMA copies them."""
+
+    a: TmaTensor  # (rows, terms * k)
+    sfa: TmaTensor  # (rows, k / 128)
+
+
+class TileCopies(NamedTuple):
+    """The copies of one tile: sources by K block, destinations by stage."""
+
+    tAgA: cute.Tensor  # ((tma), k_blocks * terms), in slices ((tma), slices, k_blocks * terms)
+    tAsA: cute.Tensor  # ((tma), stages * terms), in slices ((tma), stages * terms * slices)
+    tAgSFA: cute.Tensor  # ((tma), k_blocks)
+    tAsSFA: cute.Tensor  # ((tma), sfa_stages)
+    mask: Any  # CTAs that a copy of A is multicast to
+    slices: Int32 | None = None  # slices with rows, of `SlicedRows`
+
+
+class ContiguousRows:
+    """Load a tile's rows by one TMA copy and their scales by another one.
+
+    The CTAs of a cluster's row share the rows: each loads a part for all. The scales are too few
+    for that. TMA reads scales from a multiple of 16 bytes on, so a tile's scales begin up to
+    `TMA_ROWS - 1` places into what is loaded.
+    """
+
+    warps = 1  # that load
+    arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
+    sfa_arrivals = 1  # on the barrier of the scales' own pipeline, with `split_sfa`
+    tokens = 0  # Int32 in shared memory that the strategy keeps of a tile
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.sfa_bytes = config.sfa_rows * 4
+        self.bytes = config.tile_m * config.terms * BLOCK
+        if not config.split_sfa:
+            self.bytes += self.sfa_bytes
+
+    def operand(self, a: cute.Tensor, sfa: cute.Tensor) -> TmaRows:
+        """Make TMA's view of `a` (rows, terms * k) e4m3 and `sfa` (k / 128, rows) f32; the host
+        function calls it."""
+        c = self.config
+        by_row = cute.make_tensor(sfa.iterator, cute.select(sfa.layout, mode=[1, 0]))
+        return TmaRows(self._a(a), tma_tensor(by_row, sfa_layout(c), (c.sfa_rows, 1), 1))
+
+    def _a(self, a: cute.Tensor) -> TmaTensor:
+        c = self.config
+        smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
+        return tma_tensor(a, smem, (c.tile_m, BLOCK), c.cluster_n, c.mma_ctas)
+
+    def prefetch(self, operand: TmaRows) -> None:
+        cpasync.prefetch_descriptor(operand.a.atom)
+        cpasync.prefetch_descriptor(operand.sfa.atom)
+
+    def begin_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta, warp=0):
+        """Return the `TileCopies` of a tile."""
+        c = self.config
+        # (sfa_rows, 1, k_blocks)
+        gSFA = cute.local_tile(
+            cute.domain_offset((tile.row // TMA_ROWS * TMA_ROWS, 0), operand.sfa.coordinates),
+            (c.sfa_rows, 1),
+            (0, None),
+        )
+        tAsA, tAgA = self._partition(operand, shared, tile, cta)
+        tAsSFA, tAgSFA = tma_partition(operand.sfa.atom, shared.sSFA, gSFA, 0, 1)
+        mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 1)
+        return TileCopies(tAgA, tAsA, tAgSFA, tAsSFA, mask)
+
+    def _partition(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta):
+        c = self.config
+        # (tile_m, 128, k_blocks * terms)
+        gA = cute.local_tile(
+            cute.domain_offset((tile.row, 0), operand.a.coordinates), (c.tile_m, BLOCK), (0, None)
+        )
+        return tma_partition(operand.a.atom, shared.sA, gA, cta[1], c.cluster_n)
+
+    def copy(self, operand: TmaRows, copies: TileCopies, kb, ab_pipeline, state, warp) -> None:
+        """Start the copies of K block `kb` into a free stage."""
+        full = expect_bytes(ab_pipeline, state, self.bytes, self.config.mma_ctas)
+        terms = self.config.terms
+        k_blocks = cute.size(copies.tAgA, mode=[1]) // terms
+        for t in range(terms):
+            cute.copy(
+                operand.a.atom,
+                copies.tAgA[None, kb + t * k_blocks],
+                copies.tAsA[None, state.index * terms + t],
+                tma_bar_ptr=full,
+                mcast_mask=copies.mask,
+            )
+        if not self.config.split_sfa:
+            self._copy_sfa(operand, copies, kb, full, state)
+
+    def begin_sfa_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta):
+        """Return the `TileCopies` of a tile for a warp that loads scales alone."""
+        return self.begin_tile(operand, shared, tile, cta)
+
+    def copy_sfa(self, operand: TmaRows, copies: TileCopies, kb, pipe, state) -> None:
+        """Start the copy of K block `kb`'s scales into a free stage of their own pipeline."""
+        full = expect_bytes(pipe, state, self.sfa_bytes)
+        self._copy_sfa(operand, copies, kb, full, state)
+
+    def _copy_sfa(self, operand, copies, kb, full, state) -> None:
+        cute.copy(
+            operand.sfa.atom,
+            copies.tAgSFA[None, kb],
+            copies.tAsSFA[None, state.index],
+            tma_bar_ptr=full,
+        )
+
+    def fence_loaded(self) -> None:
+        """Make a stage visible to the MMA, by a consumer that has waited for it: TMA needs none."""
+
+    def from_first_row(self, tile: Tile, sSFA: cute.Tensor) -> cute.Tensor:
+        """Return the scales in shared memory from the tile's first row on."""
+        return cute.domain_offset((tile.row % TMA_ROWS, 0, 0), sSFA)
+
+
+class SlicedRows(ContiguousRows):
+    """Like `ContiguousRows`, in slices of 64 rows. Empty slices are not loaded.
+
+    The consumer warpgroups of empty slices read nothing. The CTAs of a cluster's row have the same
+    rows, so each expects the bytes that both bring.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.slices = config.tile_m // SLICE
+
+    def _layout(self):
+        """The shared memory of A by slices: (64, 128, stages * terms * slices), swizzled."""
+        c = self.config
+        return rows_layout(c, SLICE, c.num_stages * c.terms * self.slices)
+
+    def _a(self, a: cute.Tensor) -> TmaTensor:
+        return tma_tensor(a, self._layout(), (SLICE, BLOCK), self.config.cluster_n)
+
+    def begin_tile(self, operand, shared, tile: Tile, cta, warp=0):
+        copies = super().begin_tile(operand, shared, tile, cta)
+        # `tile.rows` may reach past the tile, up to its expert's end.
+        rows = cutlass.max(cutlass.min(tile.rows, self.config.tile_m), 0)
+        return copies._replace(slices=(rows + (SLICE - 1)) // SLICE)
+
+    def _partition(self, operand, shared, tile: Tile, cta):
+        # (64, 128, slices, k_blocks * terms)
+        gA = cute.local_tile(
+            cute.domain_offset((tile.row, 0), operand.a.coordinates), (SLICE, BLOCK), (None, None)
+        )
+        sA = cute.make_tensor(shared.sA.iterator, self._layout().outer)
+        return tma_partition(operand.a.atom, sA, gA, cta[1], self.config.cluster_n)
+
+    @cute.jit
+    def copy(self, operand, copies, kb, ab_pipeline, state, warp):
+        terms = self.config.terms
+        size = copies.slices * (SLICE * BLOCK * terms) + self.sfa_bytes
+        full = expect_bytes(ab_pipeline, state, size)
+        k_blocks = cute.size(copies.tAgA, mode=[2]) // terms
+        for t in cutlass.range_constexpr(terms):
+            for s in cutlass.range_constexpr(self.slices):
+                if s < copies.slices:
+                    cute.copy(
+                        operand.a.atom,
+                        copies.tAgA[None, s, kb + t * k_blocks],
+                        copies.tAsA[None, (state.index * terms + t) * self.slices + s],
+                        tma_bar_ptr=full,
+                        mcast_mask=copies.mask,
+                    )
+        self._copy_sfa(operand, copies, kb, full, state)
+
+
+# --- A: rows that are copies of tokens ----------------------------------------------------------
+
+
+class TokensByRow(NamedTuple):
+    """The tokens that rows of A are copies of."""
+
+    x: cute.Tensor  # (tokens, k) e4m3
+    x_scale: cute.Tensor  # (k / 128, tokens) f32, of any strides
+    token_of_row: cute.Tensor  # (rows,) i32
+
+
+class TileTokens(NamedTuple):
+    """The tokens of a tile's rows.
+
+    `tokens` is (tile_m / 8, 8) i32 in shared memory, those of a lane side by side. For the scales
+    with `split_sfa` it is (tile_m / 32,) i32 in registers: those of a lane's rows.
+    """
+
+    shared: SharedOperands
+    tokens: cute.Tensor
+
+
+class GatheredRows:
+    """Load a tile's rows by cp.async from the tokens that they are copies of: no permute kernel.
+
+    Two warps copy, each four of every eight rows. A lane copies 16 bytes of every eighth row, and 4
+    bytes of SFA. It arrives when its copies are done. The consumers must fence for the async proxy,
+    or WGMMA may read the stage before cp.async's writes. Nothing is multicast. A row past the
+    expert's end is a copy of its last row.
+    """
+
+    warps = 2
+    arrivals = 2 * WARP
+    bytes = 0
+    sfa_arrivals = WARP
+    sfa_bytes = 0
+
+    def __init__(self, config: Any):
+        if config.cluster_m > 1:  # where one CTA may have a row tile behind its expert's end
+            raise ValueError(f"{config}: gathers rows, expected cluster_m=1")
+        self.config = config
+        self.tokens = config.tile_m
+
+    def operand(self, x: tuple[cute.Tensor, cute.Tensor], x_scale: cute.Tensor) -> TokensByRow:
+        """Return `x`, (tokens (tokens, k) e4m3, token_of_row (rows,) i32), and their scales."""
+        tokens, token_of_row = x
+        return TokensByRow(tokens, x_scale, token_of_row)
+
+    def prefetch(self, operand: TokensByRow) -> None:
+        """Do nothing: cp.async takes no descriptor."""
+
+    def _row(self, warp: Int32, i: Int32) -> Int32:
+        """Return the row in the tile of a warp's i-th row."""
+        return i // 4 * 8 + warp * 4 + i % 4
+
+    @cute.jit
+    def begin_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta, warp):
+        """Return the `TileTokens` of a warp's rows of a tile."""
+        eights = self.tokens // 8
+        layout = cute.make_layout((eights, 8), stride=(1, eights))
+        tokens = cute.make_tensor(shared.tokens, layout)
+        cute.arch.sync_warp()  # all lanes are done with the tile before
+        for i in cutlass.range(cute.arch.lane_idx(), self.tokens // self.warps, WARP):
+            row = self._row(warp, Int32(i))
+            within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
+            tokens[row // 8, row % 8] = operand.token_of_row[tile.row + within]
+        cute.arch.sync_warp()
+        return TileTokens(shared, tokens)
+
+    @cute.jit
+    def copy(self, operand: TokensByRow, copies: TileTokens, kb, ab_pipeline, state, warp):
+        """Start the copies of K block `kb` into a free stage."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        tokens, shared = copies.tokens, copies.shared
+        k = cute.size(operand.x, mode=[1])
+        columns = operand.x.iterator + kb * BLOCK + lane % 8 * CHUNK
+        row = self._row(warp, lane // 8)
+        # The 128-byte swizzle: chunk c of row r lies at chunk c ^ (r % 8). A lane's rows are eight
+        # apart, so that is the same chunk for all of them.
+        place = cute.recast_ptr(shared.sA.iterator, dtype=Float8E4M3FN)
+        place = place + (state.index * c.tile_m + row) * BLOCK + (lane % 8 ^ row) * CHUNK
+        # Read some tokens at once: no load can be moved ahead of a copy to shared memory.
+        at_once = math.gcd(c.tile_m // 8, 4)
+        some = cute.make_rmem_tensor(at_once, Int32)
+        for first in cutlass.range_constexpr(0, c.tile_m // 8, at_once):
+            vectors.load(tokens.iterator + row * (c.tile_m // 8) + first, some)
+            for i in cutlass.range_constexpr(at_once):
+                source = columns + Int64(some[i]) * k
+                vectors.copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
+        if cutlass.const_expr(not c.split_sfa):
+            scales, token_stride = self._scales(operand, kb)
+            place = shared.sSFA.iterator + state.index * (c.sfa_bytes // 4)
+            for i in cutlass.range(lane, self.tokens // self.warps, WARP):
+                scale_row = self._row(warp, Int32(i))
+                token = tokens[scale_row // 8, scale_row % 8]
+                vectors.copy_async(scales + token * token_stride, place + scale_row, 1)
+        cute.arch.cp_async_mbarrier_arrive_noinc(ab_pipeline.producer_get_barrier(state))
+
+    @cute.jit
+    def begin_sfa_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta):
+        """Return the `TileTokens` of a tile for a warp that loads scales alone."""
+        tokens = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)
+        for i in cutlass.range_constexpr(cute.size(tokens)):
+            row = i * WARP + cute.arch.lane_idx()
+            within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
+            tokens[i] = operand.token_of_row[tile.row + within]
+        return TileTokens(shared, tokens)
+
+    @cute.jit
+    def copy_sfa(self, operand: TokensByRow, copies: TileTokens, kb, pipe, state):
+        """Start the copies of K block `kb`'s scales into a free stage of their own pipeline."""
+        scales, token_stride = self._scales(operand, kb)
+        place = copies.shared.sSFA.iterator + state.index * (self.config.sfa_bytes // 4)
+        for i in cutlass.range_constexpr(cute.size(copies.tokens)):
+            row = i * WARP + cute.arch.lane_idx()
+            if row < self.tokens:
+                vectors.copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
+        cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
+
+    def _scales(self, operand: TokensByRow, kb) -> tuple[cute.Pointer, Any]:
+        """(the first scale of K block `kb`, the distance between neighbouring tokens' scales)."""
+        block_stride, token_stride = operand.x_scale.stride
+        if isinstance(token_stride, int):  # known when it is compiled: contiguous
+            block_stride = cute.size(operand.x_scale, mode=[1])
+        return operand.x_scale.iterator + Int64(kb) * block_stride, token_stride
+
+    def fence_loaded(self) -> None:
+        """Make a stage visible to the MMA, by a consumer that has waited for it."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def from_first_row(self, tile: Tile, sSFA: cute.Tensor) -> cute.Tensor:
+        """Return the scales in shared memory from the tile's first row on."""
+        return sSFA
+
+
+# --- TMA ----------------------------------------------------------------------------------------
+
+
+def tma_tensor(
+    tensor: cute.Tensor, smem_layout, box: tuple[int, int], multicast: int, mma_ctas: int = 1
+) -> TmaTensor:
+    """Make TMA's view of a tensor for copies of `box` that `multicast` CTAs share.
+
+    Copies for an MMA of `mma_ctas` CTAs are counted at the first CTA's barrier.
+    """
+    group = MMA_CTAS[mma_ctas]
+    op = (
+        cpasync.CopyBulkTensorTileG2SMulticastOp(group)
+        if multicast > 1
+        else cpasync.CopyBulkTensorTileG2SOp(group)
+    )
+    one_stage = cute.slice_(smem_layout, (None, None, 0))
+    made = cpasync.make_tiled_tma_atom(op, tensor, one_stage, box, num_multicast=multicast)
+    return TmaTensor(*made)
+
+
+def tma_partition(atom, smem: cute.Tensor, gmem: cute.Tensor, share: Int32, shares: int):
+    """Return ((tma), ...) views of this CTA's share of a tile in shared and in global memory."""
+    return cpasync.tma_partition(
+        atom,
+        share,
+        cute.make_layout(shares),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(gmem, 0, 2),
+    )
+
+
+def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int):
+    """Return the CTAs of the cluster that share this CTA's part along `mode`; None if it is
+    alone."""
+    if cluster[mode] == 1:
+        return None
+    return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
+
+
+def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
+    """Announce `size` bytes at a stage's `full` barrier and return the barrier; one warp.
+
+    For an MMA of `mma_ctas` CTAs they are announced at the first CTA's barrier: it issues the MMA
+    when the operands of all CTAs have come.
+    """
+    full = pipe.producer_get_barrier(state)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size, 0 if mma_ctas > 1 else None)
+    return full
+
+
+# --- side jobs ----------------------------------------------------------------------------------
+
+
+class ZeroRows:
+    """Write `out[r] = 0` where `is_zero`, by one otherwise idle warp of each CTA."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    @cute.jit
+    def run(self, known: cute.Tensor, out: cute.Tensor, warp: Int32, warps: Int32):
+        """Write the part of the `warp`-th of `warps` warps of `out`, (..., width) bf16; all lanes.
+
+        `known` is what `is_zero` looks at.
+        """
+        lane = cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)
+        zeros.fill(0.0)
+        for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
+            if self.is_zero(known, out, Int32(row)):
+                start = out.iterator + Int64(row) * self.width
+                for column in cutlass.range(
+                    lane * BF16_VECTOR, self.width, WARP * BF16_VECTOR, unroll=4
+                ):
+                    cute.autovec_copy(zeros, vector(start + column, BF16_VECTOR))
+
+    def rows(self, out: cute.Tensor) -> Int32:
+        return Int32(cute.size(out, mode=[0]))
+
+    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+        """True, in all lanes, if nothing else writes a row."""
+        raise NotImplementedError
+
+
+class ZeroTokens(ZeroRows):
+    """Zero the tokens whose `pair_row[t]`, (tokens, top_k) i32, are all negative.
+
+    Over half of the tokens of a large batch have no local expert. A kernel that waits for the
+    tensor cores has time for them, and the combine then skips them.
+    """
+
+    def __init__(self, hidden: int, top_k: int):
+        super().__init__(hidden)
+        self.top_k = top_k
+
+    @cute.jit
+    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+        first = Int32(-1)
+        if cute.arch.lane_idx() < self.top_k:
+            first = Int32(known[row, cute.arch.lane_idx()])
+        return Boolean(not cute.arch.vote_any_sync(first >= 0))
+
+
+class ZeroPadding(ZeroRows):
+    """Zero the rows `r >= masked_m[e]`, (experts,) i32, of an output (experts, max_rows, width)."""
+
+    def rows(self, out: cute.Tensor) -> Int32:
+        return cute.size(out, mode=[0]) * Int32(cute.size(out, mode=[1]))
+
+    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+        max_rows = Int32(cute.size(out, mode=[1]))
+        expert = row // max_rows
+        return row - expert * max_rows >= known[expert]

@@ -1,0 +1,585 @@
+"""The grouped FP8 GEMM on Blackwell, from the launch to the promotion of a K block.
+
+    D[r, :] = sum over kb of SFA[kb, r] * SFB[e, :, kb] * (A[r, kb] @ B[e, :, kb]^T)
+
+for the rows r of every expert e, as on Hopper (`gemm_sm90`) and with the same rounding. A
+persistent CTA computes one tile of D after another:
+
+    warpgroup 0      loads: `gemm_load`
+    warp 4           issues the MMA and owns the tensor memory
+    warp 5           loads the token scales SFA, which outlive their stage of rows
+    warpgroups 2..   promote: a thread has one accumulator row and up to 128 columns
+
+For each K block the MMA warp waits for the stage and for a free accumulator in tensor memory,
+issues four tcgen05.mma (k = 32) a term, of which the first overwrites, and commits twice: the stage
+is free, the accumulator is full. A consumer warpgroup reads the accumulator, frees it, multiplies
+by both scales and adds to the float32 sum in registers. At the end of a tile the sums go to the
+epilogue, while the MMA goes on. Where CTAs share an MMA (`mma_ctas`), the first CTA issues it for
+all: it waits for the operands and accumulators of all, and both commits arrive in all.
+
+    pipeline       full                         empty
+    ab_pipeline    bytes of A and B             one commit of the MMA
+    sfa_pipeline   bytes or arrivals of SFA     every consumer warp
+    acc_pipeline   one commit of the MMA        every consumer warp, when it has read its columns,
+                                                in all CTAs that share the MMA
+
+It has not run on hardware. It compiles for sm_100a and sm_103a and runs in the emulator.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as blackwell
+from cuda.bindings import driver as cuda
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, tcgen05
+
+from ..numerics import BLOCK
+from .configs import (
+    EPILOGUE_N,
+    MAX_SFB,
+    PRODUCER_REGISTERS,
+    TMEM_LOAD_COLUMNS,
+    UMMA_M,
+    WARP,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+    GemmConfigSm100,
+)
+from .dsl import SmemAllocator
+from .epilogue import StoreBf16, StoreRegisters, TilePart
+from .epilogue_sm100 import StoreByWarp, SwigluEpilogueSm100, SwigluPairEpilogueSm100
+from .gemm_load import MMA_CTAS, SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale
+from .swiglu import Activation
+from .sync import Ready, arrivals, cluster_barrier
+from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
+
+UMMA_K = 32
+MMA_WARP = WARPGROUP_WARPS
+SFA_WARP = WARPGROUP_WARPS + 1
+TMEM_LANE = 1 << 16
+"""From a lane of tensor memory to the next one, in its addresses."""
+
+
+class Pipelines(NamedTuple):
+    """The pipelines between the roles; the module's docstring says what completes them."""
+
+    ab: pipeline.PipelineTmaUmma
+    sfa: pipeline.PipelineTmaAsync
+    acc: pipeline.PipelineUmmaAsync
+
+
+class TileOperands(NamedTuple):
+    """What a tile's sums are made of."""
+
+    pipes: Pipelines
+    tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
+    sSFA: cute.Tensor  # (sfa_rows, 1, sfa_stages) f32, from the tile's first row on
+    sSFB: cute.Tensor  # (k_blocks, halves) f32: this warp's
+
+
+class GemmSm100:
+    """The grouped GEMM on tcgen05. Arguments and errors: `GemmSm90`."""
+
+    def __init__(
+        self, config: GemmConfigSm100, n: int, k: int, experts: int,
+        gather=False, rows_known=False, side_job=None, activation: Activation | None = None,
+    ):  # fmt: skip
+        if (activation is None) != (config.quantises == 0):
+            raise ValueError(f"{config}: expected an activation where the config quantises")
+        self.load = GemmLoad(config, n, k, experts, gather, rows_known, side_job)
+        self.config, self.n, self.experts = config, n, experts
+        self.rows_known = rows_known
+        self.k_blocks = k // BLOCK
+        self.acc_map = AccumulatorSm100(config)
+        self.halves = config.sfb_halves
+        if self.k_blocks * self.halves > MAX_SFB:
+            raise ValueError(f"k={k}: expected at most {MAX_SFB // self.halves * BLOCK}")
+        if config.quantises:
+            swiglu = SwigluPairEpilogueSm100 if config.by_pairs else SwigluEpilogueSm100
+            self.epilogue: Any = swiglu(config, self.acc_map, n, activation)
+        else:
+            bf16 = StoreBf16 if config.swap_ab else StoreByWarp
+            store = bf16 if config.terms == 1 else StoreRegisters
+            self.epilogue = store(config, self.acc_map, n)
+        # 8-byte words: the barriers of two pipelines, and the address of the tensor memory.
+        self.own_words = 2 * config.sfa_stages + 2 * config.num_accumulators + 1
+
+    # --- host -----------------------------------------------------------------------------------
+
+    def _setup(self) -> None:
+        """Make the layouts and the MMA, see `GemmLoad.setup`."""
+        self.load.setup()
+        self.tiled_mma = self.acc_map.tiled_mma()
+        # The same memory as the load's layouts, as the MMA names its parts.
+        rows, columns = self.acc_map.mma_shape
+        stages, copies = self.config.num_stages, self.config.num_stages * self.config.terms
+        shape = (rows, columns, BLOCK)
+        a_copies, b_copies = self.acc_map.mma_order(copies, stages)
+        self.mma_smem = (
+            blackwell.make_smem_layout_a(self.tiled_mma, shape, Float8E4M3FN, a_copies),
+            blackwell.make_smem_layout_b(self.tiled_mma, shape, Float8E4M3FN, b_copies),
+        )
+        tokens, weights = self.acc_map.mma_order(*self.mma_smem)
+        assert cute.cosize(tokens) == cute.cosize(self.load.a_smem)
+        assert cute.cosize(weights) == cute.cosize(self.load.b_smem)
+
+    @cute.jit
+    def __call__(self, a, sfa, b, sfb, out, expert_rows, counter, num_ctas, stream):
+        """Launch the kernel, as a host function of its own."""
+        self.launch(a, sfa, b, sfb, out, expert_rows, counter, num_ctas, stream)
+
+    @cute.jit
+    def launch(
+        self, a, sfa, b, sfb, out, expert_rows: cute.Tensor, counter: cute.Tensor, num_ctas: Int32,
+        stream: cuda.CUstream, side_job_tensors: tuple = (), ready: Ready | None = None,
+    ):  # fmt: skip
+        """Make the TMA descriptors and launch the kernel; parameters: `GemmSm90.launch`."""
+        self._setup()
+        c, load = self.config, self.load
+        tma_b = load.b_operand(b)
+        align, memory = cute.struct.Align, cute.struct.MemRange
+
+        @cute.struct
+        class SharedStorage:
+            barriers: memory[Int64, 2 * c.num_stages]
+            a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
+            b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
+            out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
+            a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
+            b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
+            tokens: align[memory[Int32, load.rows.tokens], 16]
+            expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
+            queue_barriers: memory[Int64, 2]
+            own: memory[Int64, self.own_words]
+            queue_slot: Int32
+
+        self.shared_storage = SharedStorage
+        tma_a = load.rows.operand(a, sfa)
+        output = self.epilogue.output(out)
+        args = GemmArguments(
+            tma_a, tma_b, sfb, output, expert_rows, counter, side_job_tensors, ready
+        )
+        self.kernel(args).launch(
+            grid=[num_ctas, 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    # --- kernel ---------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, args: GemmArguments):
+        self._setup()
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_idx = cute.arch.make_warp_uniform(warp_idx // WARPGROUP_WARPS)
+        expert_rows, lane_rows = args.expert_rows, None
+        if cutlass.const_expr(self.rows_known):
+            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            lane_rows = rows_of_lane(expert_rows)
+        if warp_idx == 0:
+            self.load.prefetch(args)
+            if cutlass.const_expr(self.epilogue.tma_store):
+                cpasync.prefetch_descriptor(args.output.tma.atom)
+
+        storage = SmemAllocator().allocate(self.shared_storage)
+        shared = self.load.shared(storage)
+        # (k_blocks, halves, consumer warps)
+        sSFB = storage.b_scale.get_tensor(
+            cute.make_layout((self.k_blocks, self.halves, c.consumer_warps))
+        )
+        staging = self.epilogue.staging(storage.out)
+        queue = near = None
+        if cutlass.const_expr(c.dynamic):
+            # The warps that take tiles: of warpgroup 0, the MMA, SFA, the consumers. Of a pair of
+            # CTAs that share an MMA, one has no MMA to issue.
+            readers = self.load.rows.warps + 1 + 2 + c.consumer_warps
+            queue = TileQueue.create(
+                storage.queue_barriers.data_ptr(),
+                storage.queue_slot.ptr,
+                readers * c.cluster_size - (c.mma_ctas - 1),
+                c.cluster_size,
+            )
+        tmem_address = cute.recast_ptr(storage.own.data_ptr() + (self.own_words - 1), dtype=Int32)
+        pair = c.mma_ctas == 2
+        if cutlass.const_expr(pair):
+            cluster_barrier()  # both CTAs allocate together: both must have begun
+        if warp_idx == MMA_WARP:
+            cute.arch.alloc_tmem(c.tmem_columns, tmem_address, is_two_cta=pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
+        pipes = self._pipelines(storage)
+        if cutlass.const_expr(c.cluster_size > 1):
+            cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
+
+        if cutlass.const_expr(any(near_rows(c, self.experts))):
+            near = storage.expert_rows.get_tensor(cute.make_layout(near_rows(c, self.experts)))
+        tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, near, queue)
+
+        if warpgroup_idx < c.producer_warpgroups:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            self.load.run(warp_idx, pipes.ab, tile_sched, args, shared)
+            if warp_idx == SFA_WARP:
+                begin_tile = partial(self.load.rows.begin_sfa_tile, args.a, shared)
+                copy = partial(self.load.rows.copy_sfa, args.a, pipe=pipes.sfa)
+                self.load.load_rows(pipes.sfa, c.sfa_stages, tile_sched, args, begin_tile, copy)
+            if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
+                self._issue_mma(pipes.ab, pipes.acc, tile_sched, storage, tmem)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            consumer = warpgroup_idx - c.producer_warpgroups
+            self._consume(pipes, tile_sched, consumer, shared, sSFB, args, tmem, staging)
+        # Must come before the tensor memory is given back, or consumers read what is not theirs. Of
+        # a pair neither CTA may exit while the other one can read its memory or arrive at its
+        # barriers.
+        if cutlass.const_expr(pair):
+            cluster_barrier()
+        else:
+            cute.arch.sync_threads()
+        if warp_idx == MMA_WARP:
+            cute.arch.dealloc_tmem(tmem, c.tmem_columns, is_two_cta=pair)
+
+    def _pipelines(self, storage) -> Pipelines:
+        """Make the pipelines. All threads of the cluster see their barriers after it."""
+        c, counts = self.config, self.load.counts
+        cluster = cute.make_layout((c.mma_ctas, c.b_shares, c.cluster_n, 1))
+        barriers = storage.own.data_ptr()
+        sfa = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=c.sfa_stages,
+            producer_group=arrivals(self.load.rows.sfa_arrivals),
+            consumer_group=arrivals(c.consumer_warps),
+            tx_count=self.load.rows.sfa_bytes,
+            defer_sync=True,
+        )
+        acc = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=barriers + 2 * c.sfa_stages,
+            num_stages=c.num_accumulators,
+            producer_group=arrivals(),
+            consumer_group=arrivals(c.consumer_warps * c.mma_ctas),
+            cta_layout_vmnk=cluster if c.mma_ctas > 1 else None,
+            defer_sync=True,
+        )
+        ab = pipeline.PipelineTmaUmma.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=c.num_stages,
+            producer_group=arrivals(counts.full_arrivals),
+            consumer_group=arrivals(counts.empty_arrivals),
+            tx_count=counts.a_bytes + counts.b_bytes,
+            cta_layout_vmnk=cluster,
+        )
+        return Pipelines(ab, sfa, acc)
+
+    @cute.jit
+    def _issue_mma(self, ab_pipeline, acc_pipeline, tile_sched, storage, tmem: cute.Pointer):
+        """Issue the MMA of every K block of every tile of this CTA, or of the CTAs that share it;
+        one warp."""
+        c = self.config
+        smem_a, smem_b = self.mma_smem
+        tokens, weights = self.acc_map.mma_order(smem_a, smem_b)
+        tokens = storage.a.get_tensor(tokens.outer, swizzle=tokens.inner)
+        weights = storage.b.get_tensor(weights.outer, swizzle=weights.inner)
+        operand_a, operand_b = self.acc_map.mma_order(tokens, weights)
+        # (MMA, MMA_M, 4, stages * terms): descriptors of shared memory
+        tCrA = self.tiled_mma.make_fragment_A(operand_a)
+        tCrB = self.tiled_mma.make_fragment_B(operand_b)
+        shape = self.tiled_mma.partition_shape_C(self.acc_map.mma_shape)
+        acc_layout = self.tiled_mma.make_fragment_C(shape).layout
+
+        ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        acc_state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, c.num_accumulators
+        )
+        linear, stride, total = tile_sched.first()
+        queue_state = tile_sched.queue_state()
+        while linear < total:
+            for _ in cutlass.range(self.k_blocks, unroll=1):
+                ab_pipeline.consumer_wait(ab_state)
+                self.load.rows.fence_loaded()
+                acc_pipeline.producer_acquire(acc_state)
+                # Must come before the MMA, or it may overwrite what the consumers still read.
+                nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+                start = tmem + acc_state.index * c.acc_columns
+                accum = cute.make_tensor(start, acc_layout)
+                mma = cute.make_mma_atom(self.tiled_mma.op)
+                for i in cutlass.range_constexpr(c.terms):  # the small term first, as on Hopper
+                    copy_a = ab_state.index * c.terms + (c.terms - 1 - i)
+                    stage_a, stage_b = self.acc_map.mma_order(copy_a, ab_state.index)
+                    for k in cutlass.range_constexpr(BLOCK // UMMA_K):
+                        mma.set(tcgen05.Field.ACCUMULATE, i + k != 0)  # the first one overwrites
+                        tA = tCrA[None, None, k, stage_a]
+                        tB = tCrB[None, None, k, stage_b]
+                        cute.gemm(mma, accum, tA, tB, accum)
+                ab_pipeline.consumer_release(ab_state)
+                acc_pipeline.producer_commit(acc_state)
+                acc_state.advance()
+                ab_state.advance()
+            linear, queue_state = tile_sched.next(linear, stride, queue_state)
+
+    @cute.jit
+    def _consume(self, pipes, tile_sched, consumer, shared, sSFB, args, tmem, staging):
+        """Compute and store this warpgroup's columns of every tile of this CTA."""
+        c = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        thread = tidx % WARPGROUP + consumer * WARPGROUP  # among the consumers
+        acc = cute.make_rmem_tensor(c.consumer_columns, Float32)
+        state = (
+            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_accumulators),
+            pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.sfa_stages),
+        )
+        start = tmem + consumer * c.consumer_columns
+
+        # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
+        # warps do not wait for each other.
+        sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
+        sfb, output = args.sfb, args.output
+        cta = tile_sched.cta_in_cluster()
+        linear, stride, total = tile_sched.first()
+        queue_state = tile_sched.queue_state()
+        tile = tile_sched.tile(cutlass.min(linear, total - 1), cta)
+        # (k_blocks / 32, halves): lane l has K blocks l, l + 32, ...
+        next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
+        if linear < total:
+            self._load_sfb(next_sfb, sfb, tile, consumer)
+            self._keep_sfb(sSFB_warp, next_sfb)
+        stored = Int32(0)
+        while linear < total:
+            has_rows = tile.rows > 0
+            if has_rows:
+                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)
+                operands = TileOperands(pipes, start, sSFA, sSFB_warp)
+                state = self._mainloop(operands, state, acc, thread)
+            else:
+                state = self._skip_tile(pipes.sfa, pipes.acc, state)
+            linear, queue_state = tile_sched.next(linear, stride, queue_state)
+            # Find the next tile and ask for its scales now: both take long, the store hides them.
+            following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
+            self._load_sfb(next_sfb, sfb, following, consumer)
+            if has_rows:
+                part = TilePart(tile, consumer, thread, stored)
+                self.epilogue.store(output, staging, self.tiled_mma, acc, part)
+                stored += 1
+            self._keep_sfb(sSFB_warp, next_sfb)
+            tile = following
+        if cutlass.const_expr(self.epilogue.tma_store):
+            if thread % WARPGROUP == 0:
+                # Must come before the exit, or TMA reads shared memory that is gone.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
+        """Compute acc = the tile's sum over K; return the pipelines' states after it."""
+        acc_state, sfa_state = state
+        acc_pipeline, sfa_pipeline = operands.pipes.acc, operands.pipes.sfa
+        # (this thread's tokens, halves): the scales of one K block
+        scales = cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
+        acc.fill(0.0)
+        for kb in cutlass.range(self.k_blocks, unroll=1):
+            # Must come before the wait for the accumulator, or their latency does not hide behind
+            # it.
+            sfa_pipeline.consumer_wait(sfa_state)
+            self._load_scales(scales, operands, thread, kb, sfa_state.index)
+            acc_pipeline.consumer_wait(acc_state)
+            self._promote(operands, (acc_state, sfa_state), acc, scales, thread)
+            sfa_state.advance()
+            acc_state.advance()
+        return acc_state, sfa_state
+
+    @cute.jit
+    def _skip_tile(self, sfa_pipeline, acc_pipeline, state):
+        """Free the scales and accumulators of a tile without rows."""
+        acc_state, sfa_state = state
+        for _ in cutlass.range(self.k_blocks, unroll=1):
+            sfa_pipeline.consumer_wait(sfa_state)
+            sfa_pipeline.consumer_release(sfa_state)
+            sfa_state.advance()
+            acc_pipeline.consumer_wait(acc_state)
+            self._release(acc_pipeline, acc_state)
+            acc_state.advance()
+        return acc_state, sfa_state
+
+    @cute.jit
+    def _release(self, acc_pipeline, acc_state):
+        """Give an accumulator back to the MMA; all lanes of a warp."""
+        with cute.arch.elect_one():
+            acc_pipeline.consumer_release(acc_state)
+
+    @cute.jit
+    def _promote(self, operands: TileOperands, state, acc, scales, thread: Int32):
+        """Compute acc += scale * accumulator; free the stage of scales and the accumulator.
+
+        As many columns as a thread's registers have room for are read from tensor memory at once,
+        with one wait. Meanwhile the scales are freed.
+        """
+        acc_state, sfa_state = state
+        columns = self.config.consumer_columns
+        width = min(TMEM_LOAD_COLUMNS, columns)
+        chunks = columns // width
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
+        layout = cute.make_layout((UMMA_M, width), stride=(TMEM_LANE, 1))
+        start = operands.tmem + acc_state.index * self.config.acc_columns
+        # Must come before the read, or it may read what the MMA has not written yet.
+        nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
+        for i in cutlass.range_constexpr(chunks):
+            chunk = cute.make_tensor(start + i * width, layout)  # (128, width)
+            copy = tcgen05.make_tmem_copy(atom, chunk).get_slice(thread % WARPGROUP)
+            rows = copy.partition_D(cute.make_identity_tensor((UMMA_M, width)))
+            accum = cute.make_rmem_tensor(width, Float32)
+            to = cute.make_tensor(accum.iterator, cute.make_layout(cute.shape(rows)))
+            cute.copy(copy, copy.partition_S(chunk), to)
+            if cutlass.const_expr(i == 0):
+                # Must come before the release, which does not wait for loads: TMA, another proxy,
+                # writes this stage of scales next.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()  # one lane frees what all have read
+                operands.pipes.sfa.consumer_release(sfa_state)
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(i == chunks - 1):
+                nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
+                self._release(operands.pipes.acc, acc_state)
+            self._add(acc, accum, scales, i * width)
+
+    def _add(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor, first: int) -> None:
+        """Compute acc[first + v] += scale * accum[v], two at a time, each product rounded once."""
+        for v in range(0, cute.size(accum), 2):
+            pair_scales = []
+            for i in (first + v, first + v + 1):
+                half = self.acc_map.half(i) if self.halves > 1 else 0
+                pair_scales.append(scales[self.acc_map.scale_index(i), half])
+            pair, sums = (accum[v], accum[v + 1]), (acc[first + v], acc[first + v + 1])
+            sums = cute.arch.fma_packed_f32x2(pair, tuple(pair_scales), sums)
+            acc[first + v], acc[first + v + 1] = sums
+
+    # --- scales ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def _load_scales(self, scales, operands: TileOperands, thread: Int32, kb: Int32, stage: Int32):
+        """Compute scales[i, h] = SFA of this thread's token i times SFB of column half h."""
+        for half in cutlass.range_constexpr(self.halves):
+            scale_b = operands.sSFB[kb, half]
+            for i in cutlass.range_constexpr(self.acc_map.token_scales):
+                token = self.acc_map.token(i, thread)
+                scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
+
+    @cute.jit
+    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile, consumer):
+        """Load the weight scales of a warpgroup's columns to registers; a consumer warp."""
+        for half in cutlass.range_constexpr(self.halves):
+            row = sfb[tile.expert, self._sfb_row(tile.n_tile, half, consumer), None]  # (k_blocks)
+            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    next_sfb[i, half] = float_scale(row[kb])
+
+    def _sfb_row(self, n_tile: Int32, half: int, consumer: Int32) -> Int32:
+        """Return the row of SFB for a warpgroup's columns, with `quantises` for those of a half."""
+        c = self.config
+        if c.by_pairs:
+            n_tile, half = n_tile // 2, n_tile % 2
+        if c.quantises:
+            return (half * (self.n // 2) + n_tile * BLOCK) // BLOCK
+        first = Int32(0) if c.swap_ab else consumer * c.consumer_columns
+        column = n_tile * c.tile_n + first
+        if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
+            column = cutlass.min(column, self.n - 1)
+        return column // BLOCK
+
+    @cute.jit
+    def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
+        """Write a tile's weight scales where all lanes of the warp find them."""
+        cute.arch.sync_warp()  # all lanes have read the previous tile's
+        for half in cutlass.range_constexpr(self.halves):
+            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    sSFB_warp[kb, half] = next_sfb[i, half]
+        cute.arch.sync_warp()
+
+
+class AccumulatorSm100:
+    """Where a tile's tokens and columns lie in tensor memory and in the consumer threads.
+
+    The MMA has 128 rows, one a lane of tensor memory. A thread reads one lane, so its value `v` is
+    column `v` of one row:
+
+                          tokens are rows                 tokens are columns (swap_ab)
+        a thread has      one token, half of the columns  one column, all tokens
+        up and gate are   the halves of its columns       the rows of two MMA
+
+    The epilogue's staging buffer (swap_ab) holds blocks of `staged_rows` tokens and 64 columns.
+    """
+
+    def __init__(self, config: GemmConfigSm100):
+        self.config, self.swap_ab = config, config.swap_ab
+        self.token_scales = config.tile_m if self.swap_ab else 1
+        # Values from v on that lie side by side in a row of the output.
+        self.neighbour_columns = 1 if self.swap_ab else 4
+        self.shape = self.mma_order(config.tile_m, config.tile_n)
+        # Of all CTAs that share an MMA, whose rows lie one above the other.
+        self.mma_shape = (self.shape[0] * config.mma_ctas, self.shape[1])
+        self.staged_rows = config.tile_m
+        self.staged_parts = UMMA_M // EPILOGUE_N
+
+    def mma_order(self, tokens: Any, weights: Any) -> tuple[Any, Any]:
+        """Return (A, B) of the MMA."""
+        return (weights, tokens) if self.swap_ab else (tokens, weights)
+
+    def tiled_mma(self) -> cute.TiledMma:
+        return blackwell.make_trivial_tiled_mma(
+            Float8E4M3FN,
+            Float8E4M3FN,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            MMA_CTAS[self.config.mma_ctas],
+            (UMMA_M * self.config.mma_ctas, self.mma_shape[1]),
+        )
+
+    def token(self, i: int, thread: Int32) -> Int32:
+        """Return the token in the tile of a thread's token scale `i`."""
+        return Int32(i) if self.swap_ab else thread % UMMA_M
+
+    def scale_index(self, v: int) -> int:
+        """Return the token scale of value `v`: with swap_ab all tokens of up, then of gate."""
+        return v % self.config.tile_m if self.swap_ab else 0
+
+    def column(self, v: int, thread: Int32) -> Int32:
+        """Return the column in the tile of value `v`."""
+        return thread if self.swap_ab else thread // UMMA_M * self.config.consumer_columns + v
+
+    def half(self, v: int) -> int:
+        """Return 0 if value `v` belongs to the weights' first half, 1 if to the second half."""
+        return v // self.config.tile_m if self.swap_ab else v // (self.config.consumer_columns // 2)
+
+    def first_token(self, consumer: Int32) -> Int32:
+        """Return the first token in the tile of a consumer warpgroup: all have all tokens."""
+        return Int32(0)
+
+    def first_column(self, consumer: Int32, part: int) -> Int32:
+        """Return the first column in the tile of a staged part."""
+        return Int32(part * EPILOGUE_N)
+
+    def staging_layout(self) -> Any:
+        """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
+        atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.MN_SW128, BFloat16)
+        return cute.tile_to_shape(atom, self.shape, (1, 0))
+
+    def staging_blocks(self) -> tuple[int, int]:
+        """Return the distances, in blocks, between warpgroups and between parts."""
+        return self.staged_parts, 1
+
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        """Return the copy of a thread's rounded values to the staging buffer."""
+        # One value at a time: a token's other columns are those of the other threads.
+        atom = cute.make_copy_atom(CopyUniversalOp(), BFloat16, num_bits_per_copy=BFloat16.width)
+        threads, values = cute.make_layout((UMMA_M, 1)), cute.make_layout((1, self.staged_rows))
+        return cute.make_tiled_copy_tv(atom, threads, values).get_slice(thread)

@@ -1,0 +1,510 @@
+"""The grouped FP8 GEMM on Hopper, from the launch to the promotion of a K block.
+
+    D[r, :] = sum over kb of SFA[kb, r] * SFB[e, :, kb] * (A[r, kb] @ B[e, :, kb]^T)
+
+for the rows r of every expert e. A K block kb is 128 columns. A token has one scale (SFA) for each
+of them, and so has each 128x128 block of weights (SFB).
+
+A persistent CTA computes one tile of D after another:
+
+    warpgroup 0      gives its registers away and loads: `gemm_load`
+    warpgroups 1..   multiply together, each 64 rows of the MMA: this file
+
+They meet at `ab_pipeline`, `num_stages` deep, one K block a stage. For each K block a consumer
+warpgroup waits for the stage, issues four WGMMA (k = 32) into a fresh accumulator, frees the stage
+and promotes: it multiplies by both scales and adds to the float32 sum in registers. (WGMMA sums in
+about 14 bits, too few for all of K.) While one warpgroup promotes, the others keep the tensor cores
+busy. With `overlap` one warpgroup promotes a K block while its next one runs. At the end of a tile
+the sums go to the epilogue.
+
+`GemmConfigSm90` says what can be tuned, `examples/first_gemm.py` is this kernel for one config.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cuda.bindings import driver as cuda
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from ..numerics import BLOCK
+from .configs import (
+    EPILOGUE_N,
+    MAX_SFB,
+    PRODUCER_REGISTERS,
+    WARP,
+    WARPGROUP,
+    WGMMA_M,
+    GemmConfigSm90,
+)
+from .dsl import SmemAllocator
+from .epilogue import StoreBf16, StoreRegisters, TilePart
+from .epilogue_sm90 import SwigluEpilogueSm90
+from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale
+from .swiglu import Activation
+from .sync import Ready, arrivals
+from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
+
+WGMMA_K = 32
+
+
+class TileOperands(NamedTuple):
+    """What a tile's sums are made of."""
+
+    ab_pipeline: pipeline.PipelineTmaAsync
+    tCrA: cute.Tensor  # (MMA, MMA_M, 4, stages * terms): descriptors of shared memory
+    tCrB: cute.Tensor  # (MMA, MMA_N, 4, stages); with swap_ab A and B trade places
+    sSFA: cute.Tensor  # (sfa_rows, 1, stages) f32, from the tile's first row on
+    sSFB: cute.Tensor  # (k_blocks, halves) f32: this warp's
+
+
+class GemmSm90:
+    """The grouped GEMM on WGMMA.
+
+    Args:
+        config: tile, cluster, pipeline and schedule.
+        n, k, experts: of the weights; n and k are multiples of 128.
+        gather, rows_known, side_job: as in `GemmLoad`.
+        activation: with `config.quantises` alone, what the epilogue makes of up and gate.
+
+    Raises:
+        ValueError: a size is not supported.
+    """
+
+    def __init__(
+        self, config: GemmConfigSm90, n: int, k: int, experts: int,
+        gather=False, rows_known=False, side_job=None, activation: Activation | None = None,
+    ):  # fmt: skip
+        if (activation is None) != (config.quantises == 0):
+            raise ValueError(f"{config}: expected an activation where the config quantises")
+        self.load = GemmLoad(config, n, k, experts, gather, rows_known, side_job)
+        self.config, self.n, self.experts = config, n, experts
+        self.rows_known = rows_known
+        self.k_blocks = k // BLOCK
+        self.acc_map = AccumulatorSm90(config)
+        self.halves = config.sfb_halves
+        if self.k_blocks * self.halves > MAX_SFB:
+            raise ValueError(f"k={k}: expected at most {MAX_SFB // self.halves * BLOCK}")
+        if config.quantises:
+            self.epilogue: Any = SwigluEpilogueSm90(config, self.acc_map, n, activation)
+        else:
+            store = StoreBf16 if config.terms == 1 else StoreRegisters
+            self.epilogue = store(config, self.acc_map, n)
+        # K blocks of an iteration of the main loop.
+        if config.unroll and self.k_blocks % config.num_stages == 0:
+            self.unroll = config.num_stages
+        else:
+            self.unroll = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
+        if config.unroll and self.unroll == self.k_blocks:
+            # With a single iteration ptxas would free a stage without a wait for its scales.
+            self.unroll = 1
+
+    # --- host -----------------------------------------------------------------------------------
+
+    def _setup(self) -> None:
+        """Make the layouts and the MMA, see `GemmLoad.setup`."""
+        self.load.setup()
+        self.tiled_mma = self.acc_map.tiled_mma()
+
+    @cute.jit
+    def __call__(self, a, sfa, b, sfb, out, expert_rows, counter, num_ctas, stream):
+        """Launch the kernel, as a host function of its own."""
+        self.launch(a, sfa, b, sfb, out, expert_rows, counter, num_ctas, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        a,  # (rows, terms * k) e4m3; with `gather` see `GatheredRows.operand`
+        sfa: cute.Tensor,  # (k / 128, rows) f32
+        b: cute.Tensor,  # (experts, n, k) e4m3
+        sfb: cute.Tensor,  # (experts, n / 128, k / 128) f32, or u8: see `float_scale`
+        out,  # (rows, n) bf16, of two terms f32; with `quantises` the fields of `Quantised`
+        expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
+        counter: cute.Tensor,  # (any) i32, zero; used by a dynamic schedule only
+        num_ctas: Int32,
+        stream: cuda.CUstream,
+        side_job_tensors: tuple = (),
+        ready: Ready | None = None,  # where A's rows are handed over by expert
+    ):
+        """Make the TMA descriptors and launch the kernel."""
+        self._setup()
+        c, load = self.config, self.load
+        tma_b = load.b_operand(b)
+        align, memory = cute.struct.Align, cute.struct.MemRange
+
+        @cute.struct
+        class SharedStorage:
+            barriers: memory[Int64, 2 * c.num_stages]
+            a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
+            b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
+            out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
+            a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
+            b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
+            tokens: align[memory[Int32, load.rows.tokens], 16]
+            expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
+            queue_barriers: memory[Int64, 2]
+            queue_slot: Int32
+
+        self.shared_storage = SharedStorage
+        tma_a = load.rows.operand(a, sfa)
+        output = self.epilogue.output(out)
+        args = GemmArguments(
+            tma_a, tma_b, sfb, output, expert_rows, counter, side_job_tensors, ready
+        )
+        self.kernel(args).launch(
+            grid=[num_ctas, 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster_size, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    # --- kernel ---------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, args: GemmArguments):
+        self._setup()
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup_idx = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
+        expert_rows, lane_rows = args.expert_rows, None
+        if cutlass.const_expr(self.rows_known):
+            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            lane_rows = rows_of_lane(expert_rows)
+        if warp_idx == 0:
+            self.load.prefetch(args)
+            if cutlass.const_expr(self.epilogue.tma_store):
+                cpasync.prefetch_descriptor(args.output.tma.atom)
+
+        storage = SmemAllocator().allocate(self.shared_storage)
+        shared = self.load.shared(storage)
+        # (k_blocks, halves, consumer warps)
+        sSFB = storage.b_scale.get_tensor(
+            cute.make_layout((self.k_blocks, self.halves, c.consumer_warps))
+        )
+        staging = self.epilogue.staging(storage.out)
+        queue = near = None
+        if cutlass.const_expr(c.dynamic):
+            readers = self.load.rows.warps + 1 + c.consumer_warps  # that take tiles, of a CTA
+            queue = TileQueue.create(
+                storage.queue_barriers.data_ptr(),
+                storage.queue_slot.ptr,
+                readers * c.cluster_size,
+                c.cluster_size,
+            )
+        ab_pipeline = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=c.num_stages,
+            producer_group=arrivals(self.load.counts.full_arrivals),
+            consumer_group=arrivals(self.load.counts.empty_arrivals),
+            tx_count=self.load.counts.a_bytes + self.load.counts.b_bytes,
+            cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
+        )
+        if cutlass.const_expr(any(near_rows(c, self.experts))):
+            near = storage.expert_rows.get_tensor(cute.make_layout(near_rows(c, self.experts)))
+        tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, near, queue)
+
+        if warpgroup_idx == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            self._consume(ab_pipeline, tile_sched, warpgroup_idx - 1, shared, sSFB, args, staging)
+
+    @cute.jit
+    def _consume(self, ab_pipeline, tile_sched, consumer, shared, sSFB, args, staging):
+        """Compute and store this warpgroup's part of every tile of this CTA."""
+        c = self.config
+        tidx, _, _ = cute.arch.thread_idx()
+        thread = tidx % WARPGROUP + consumer * WARPGROUP  # among the consumers
+        thr_mma = self.tiled_mma.get_slice(
+            cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
+        )
+        operand_a, operand_b = self.acc_map.mma_order(shared.sA, shared.sB)
+        # (MMA, MMA_M, 4, stages): WGMMA reads shared memory, these are descriptors of it.
+        tCrA = self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a))
+        tCrB = self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b))
+        # ((2 columns, 2 rows, tile columns / 8), MMA_M, MMA_N)
+        acc_shape = self.tiled_mma.partition_shape_C(self.acc_map.shape)
+        acc = cute.make_rmem_tensor(acc_shape, Float32)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+
+        # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
+        # warps do not wait for each other.
+        sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
+        sfb, output = args.sfb, args.output
+        cta = tile_sched.cta_in_cluster()
+        linear, stride, total = tile_sched.first()
+        queue_state = tile_sched.queue_state()
+        tile = tile_sched.tile(cutlass.min(linear, total - 1), cta)
+        # (k_blocks / 32, halves): lane l has K blocks l, l + 32, ...
+        next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
+        if linear < total:
+            self._load_sfb(next_sfb, sfb, tile)
+            self._keep_sfb(sSFB_warp, next_sfb)
+        stored = Int32(0)
+        while linear < total:
+            has_rows = tile.rows > self.acc_map.first_token(consumer)
+            if has_rows:
+                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)
+                operands = TileOperands(ab_pipeline, tCrA, tCrB, sSFA, sSFB_warp)
+                if cutlass.const_expr(c.overlap):
+                    state = self._overlapped_mainloop(operands, state, acc, thread)
+                else:
+                    state = self._mainloop(operands, state, acc, thread)
+            else:
+                # Free the stages unread, and leave the tensor cores to the other warpgroups.
+                for _ in cutlass.range(self.k_blocks, unroll=1):
+                    ab_pipeline.consumer_wait(state)
+                    ab_pipeline.consumer_release(state)
+                    state.advance()
+            linear, queue_state = tile_sched.next(linear, stride, queue_state)
+            # Find the next tile and ask for its scales now: both take long, the store hides them.
+            following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
+            self._load_sfb(next_sfb, sfb, following)
+            if has_rows:
+                part = TilePart(tile, consumer, thread, stored)
+                self.epilogue.store(output, staging, self.tiled_mma, acc, part)
+                stored += 1
+            self._keep_sfb(sSFB_warp, next_sfb)
+            tile = following
+        if cutlass.const_expr(self.epilogue.tma_store):
+            if thread % WARPGROUP == 0:
+                # Must come before the exit, or TMA reads shared memory that is gone.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
+        """Compute acc = the tile's sum over K; return the pipeline's state after it."""
+        ab_pipeline = operands.ab_pipeline
+        accum = cute.make_rmem_tensor(acc.shape, Float32)  # the product of one K block
+        scales = self._scale_registers()
+        acc.fill(0.0)
+        arrived = ab_pipeline.consumer_try_wait(state)
+        for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
+            for i in cutlass.range_constexpr(self.unroll):
+                stage = self._stage(state, i)
+                ab_pipeline.consumer_wait(stage, arrived)
+                self.load.rows.fence_loaded()
+                # Must come before the WGMMA, or their latency does not hide behind it.
+                self._load_scales(scales, operands, thread, first + i, stage.index)
+                self._issue_wgmma(accum, operands, stage.index)
+                warpgroup.wait_group(0)
+                ab_pipeline.consumer_release(stage)
+                # Ask for the next stage now: the answer comes during the promotion.
+                arrived = Boolean(True)
+                if cutlass.const_expr(i + 1 < self.unroll):
+                    arrived = ab_pipeline.consumer_try_wait(self._stage(state, i + 1))
+                else:
+                    state = self._stage(state, self.unroll)
+                    if first + self.unroll < self.k_blocks:
+                        arrived = ab_pipeline.consumer_try_wait(state)
+                self._promote(acc, accum, scales)
+        return state
+
+    @cute.jit
+    def _overlapped_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
+        """Compute the same sum in the same order, with K blocks promoted while the next one runs.
+
+        ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
+        every single one, so each iteration ends with nothing in flight.
+        """
+        ab_pipeline = operands.ab_pipeline
+        accums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(2)]
+        scales = [self._scale_registers() for _ in range(2)]
+        acc.fill(0.0)
+        for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
+            for i in cutlass.range_constexpr(self.unroll + 1):
+                if cutlass.const_expr(i < self.unroll):
+                    stage = self._stage(state, i)
+                    ab_pipeline.consumer_wait(stage)
+                    self.load.rows.fence_loaded()
+                    self._load_scales(scales[i % 2], operands, thread, first + i, stage.index)
+                    self._issue_wgmma(accums[i % 2], operands, stage.index)
+                if cutlass.const_expr(i > 0):
+                    warpgroup.wait_group(1 if i < self.unroll else 0)
+                    ab_pipeline.consumer_release(self._stage(state, i - 1))
+                    self._promote(acc, accums[1 - i % 2], scales[1 - i % 2])
+            state = self._stage(state, self.unroll)
+        return state
+
+    def _stage(self, state, i: int):
+        """Return the state `i` stages after `state`, which begins an iteration of the main loop."""
+        stages = self.config.num_stages
+        if self.unroll == stages:  # every iteration begins at stage 0
+            return pipeline.PipelineState(
+                stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
+            )
+        after = state.clone()
+        for _ in range(i):
+            after.advance()
+        return after
+
+    @cute.jit
+    def _issue_wgmma(self, accum: cute.Tensor, operands: TileOperands, stage: Int32):
+        """Start `accum = A tile @ B tile^T` of one K block. A wait for its group completes it.
+
+        The small term must come first: WGMMA accumulates with about 14 bits and would drop it
+        behind the large one.
+        """
+        terms = self.config.terms
+        mma = cute.make_mma_atom(self.tiled_mma.op)
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(terms):
+            stage_a, stage_b = self.acc_map.mma_order(stage * terms + (terms - 1 - i), stage)
+            for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
+                mma.set(warpgroup.Field.ACCUMULATE, i + k != 0)  # the first one overwrites
+                tA = operands.tCrA[None, None, k, stage_a]
+                tB = operands.tCrB[None, None, k, stage_b]
+                cute.gemm(mma, accum, tA, tB, accum)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _promote(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor):
+        """Compute acc += scale * accum, with the scale of each value's token and half."""
+        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        flat_accum = cute.make_tensor(accum.iterator, cute.make_layout(cute.size(accum)))
+        for v in cutlass.range(cute.size(accum), unroll_full=True):
+            half = self.acc_map.half(v) if self.halves > 1 else 0
+            scale = scales[self.acc_map.scale_index(v), half]
+            flat_acc[v] = cute.math.fma(flat_accum[v], scale, flat_acc[v])
+
+    # --- scales ---------------------------------------------------------------------------------
+
+    def _scale_registers(self) -> cute.Tensor:
+        """Return registers for the scales of one K block: (this thread's tokens, halves)."""
+        return cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
+
+    @cute.jit
+    def _load_scales(self, scales, operands: TileOperands, thread: Int32, kb: Int32, stage: Int32):
+        """Compute scales[i, h] = SFA of this thread's token i times SFB of column half h."""
+        for half in cutlass.range_constexpr(self.halves):
+            scale_b = operands.sSFB[kb, half]
+            for i in cutlass.range_constexpr(self.acc_map.token_scales):
+                token = self.acc_map.token(i, thread)
+                scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
+
+    @cute.jit
+    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
+        """Load the weight scales of a tile's columns to registers; a consumer warp."""
+        for half in cutlass.range_constexpr(self.halves):
+            row = sfb[tile.expert, self._sfb_row(tile.n_tile, half), None]  # (k_blocks)
+            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    next_sfb[i, half] = float_scale(row[kb])
+
+    def _sfb_row(self, n_tile: Int32, half: int) -> Int32:
+        """Return the row of SFB for a tile's columns, with `quantises` for those of one half."""
+        c = self.config
+        if c.quantises:
+            return (half * (self.n // 2) + n_tile * (c.tile_n // 2)) // BLOCK
+        column = n_tile * c.tile_n
+        if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
+            column = cutlass.min(column, self.n - 1)
+        return column // BLOCK
+
+    @cute.jit
+    def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
+        """Write a tile's weight scales where all lanes of the warp find them."""
+        cute.arch.sync_warp()  # all lanes have read the previous tile's
+        for half in cutlass.range_constexpr(self.halves):
+            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
+                kb = i * WARP + cute.arch.lane_idx()
+                if kb < self.k_blocks:
+                    sSFB_warp[kb, half] = next_sfb[i, half]
+        cute.arch.sync_warp()
+
+
+class AccumulatorSm90:
+    """Where a tile's tokens and columns lie in the accumulators of the consumer threads.
+
+    WGMMA computes 64 rows by 8..256 columns. Usually tokens are its rows, and an expert's last tile
+    wastes up to 63 of them. With swap_ab weights are its rows, whose number is a multiple of 128,
+    and tokens come in eights. The products and the order of their sums are the same.
+
+    A thread's values count (2 columns, 2 rows, ...), `v` counts them. In the accumulator:
+
+                          tokens are rows            tokens are columns (swap_ab)
+        a thread has      rows r and r + 8           every eighth pair of tokens
+        up and gate are   column groups j and j + 8  rows r and r + 8
+
+    The epilogue's staging buffer holds blocks of `staged_rows` tokens and 64 columns, of which a
+    consumer warpgroup has `staged_parts`.
+    """
+
+    def __init__(self, config: GemmConfigSm90):
+        self.config, self.swap_ab = config, config.swap_ab
+        self.token_scales = config.tile_m // 4 if self.swap_ab else 2
+        # Values from v on that lie side by side in a row of the output.
+        self.neighbour_columns = 1 if self.swap_ab else 2
+        self.shape = self.mma_order(config.tile_m, config.tile_n)
+        self.staged_rows = config.tile_m if self.swap_ab else WGMMA_M
+        self.staged_parts = 1 if self.swap_ab else config.tile_n // EPILOGUE_N
+
+    def mma_order(self, tokens: Any, weights: Any) -> tuple[Any, Any]:
+        """Return (A, B) of the MMA."""
+        return (weights, tokens) if self.swap_ab else (tokens, weights)
+
+    def tiled_mma(self) -> cute.TiledMma:
+        return hopper.make_trivial_tiled_mma(
+            Float8E4M3FN,
+            Float8E4M3FN,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.config.consumer_warpgroups, 1, 1),
+            (WGMMA_M, self.shape[1]),
+        )
+
+    def token(self, i: int, thread: Int32) -> Int32:
+        """Return the token in the tile of a thread's token scale `i`."""
+        if self.swap_ab:
+            return thread % 4 * 2 + i // 2 * 8 + i % 2
+        return thread // WARP * 16 + thread % WARP // 4 + 8 * i
+
+    def scale_index(self, v: int) -> int:
+        """Return the token scale of value `v`."""
+        return v // 4 * 2 + v % 2 if self.swap_ab else v // 2 % 2
+
+    def column(self, v: int, thread: Int32) -> Int32:
+        """Return the column in the tile of value `v`."""
+        if self.swap_ab:
+            return thread // WARP * 16 + thread % WARP // 4 + 8 * (v // 2 % 2)
+        return v // 4 * 8 + thread % 4 * 2 + v % 2
+
+    def half(self, v: int) -> int:
+        """Return 0 if value `v` belongs to the weights' first half, 1 if to the second half."""
+        return v // 2 % 2 if self.swap_ab else v // (self.config.tile_n // 4)
+
+    def first_token(self, consumer: Int32) -> Int32:
+        """Return the first token in the tile of a consumer warpgroup."""
+        return Int32(0) if self.swap_ab else consumer * WGMMA_M
+
+    def first_column(self, consumer: Int32, part: int) -> Int32:
+        """Return the first column in the tile of a warpgroup's staged part."""
+        return consumer * WGMMA_M if self.swap_ab else Int32(part * EPILOGUE_N)
+
+    def staging_layout(self) -> Any:
+        """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind, order = (kinds.MN_SW128, (1, 0)) if self.swap_ab else (kinds.K_SW128, (0, 1))
+        atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
+        return cute.tile_to_shape(atom, self.shape, order)
+
+    def staging_blocks(self) -> tuple[int, int]:
+        """Return the distances, in blocks, between warpgroups and between parts."""
+        return 1, self.config.consumer_warpgroups
+
+    def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
+        """Return the copy of a thread's rounded values to the staging buffer."""
+        # With swap_ab transposed: a token's 64 columns then lie side by side, as in the output.
+        matrices = 2 if self.swap_ab and self.config.tile_m % 16 else 4
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(self.swap_ab, matrices), BFloat16)
+        tiled = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, tiled_mma))
+        return tiled.get_slice(thread)

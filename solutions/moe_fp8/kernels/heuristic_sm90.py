@@ -1,0 +1,92 @@
+"""Which GEMM config Hopper takes for how many rows an expert has.
+
+docs/notes/gemm_sm90.md and docs/notes/fused.md have the measurements behind every number (H200).
+"""
+
+import math
+from dataclasses import replace
+
+from .configs import GemmConfigSm90, LayerRules, Schedule
+
+# Rows per active expert up to which a config is used. With few rows the GEMM waits for the weights.
+# So tokens take WGMMA's narrow side. A tile holds more rows than the average, because rows differ
+# from expert to expert and a second tile would read the weights again. 6 stages keep as many bytes
+# in flight as 12.
+FEW_ROWS = (
+    (2, GemmConfigSm90(tile_m=8, swap_ab=True, stages=6)),
+    (10, GemmConfigSm90(tile_m=16, swap_ab=True, stages=6)),
+    (20, GemmConfigSm90(tile_m=32, swap_ab=True, stages=6)),
+)
+# With many rows CTAs side by side share the tokens of their tiles, however many rows an expert has.
+# Tiles of 64 rows end where a rank with more than its share has experts of more than 64 rows.
+UNEVEN = (
+    (36, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True)),
+    (96, GemmConfigSm90(cluster_n=2)),
+)
+# For experts with equally many rows. With 65 to 128 rows each has exactly two row tiles, whose
+# CTAs, one below the other, share its weights. With more, the tile that leaves fewest rows empty.
+EVEN = (
+    (64, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True)),
+    (128, GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True)),
+    (192, GemmConfigSm90(tile_m=192, stages=4, schedule=Schedule.DYNAMIC, unroll=True)),
+    (1024, GemmConfigSm90(overlap=True)),
+)
+# Three warpgroups keep the tensor cores busier than two, and waste less at an expert's end. Tiles
+# on demand even out their cost.
+LARGEST = GemmConfigSm90(tile_m=192, cluster_n=2, stages=4, schedule=Schedule.DYNAMIC, unroll=True)
+# Two terms are two products a K block: the GEMM waits for the tensor cores sooner, and a tile's
+# empty rows cost more.
+TWO_TERMS = (48, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True, terms=2))
+TWO_TERMS_LARGEST = GemmConfigSm90(
+    tile_m=192, cluster_n=2, schedule=Schedule.DYNAMIC, unroll=True, terms=2
+)
+MULTIPROCESSORS = 132
+"""Multiprocessors of the H100 and H200 (SXM)."""
+SMALLER = (
+    GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True),
+    GemmConfigSm90(tile_m=64, tile_n=64),
+    GemmConfigSm90(tile_m=64, tile_n=64, cluster_m=2),
+    GemmConfigSm90(tile_m=16, tile_n=64, swap_ab=True),
+)
+"""Smaller tiles for a GEMM that would leave SMs idle, the largest first."""
+
+
+def choose(
+    rows_per_expert: float, n: int, k: int, even=False, experts=None, terms=1
+) -> GemmConfigSm90:
+    """Return the config for active experts with about `rows_per_expert` rows and weights `[n, k]`.
+
+    The number of rows is an expectation: every config computes any number. A caller that knows more
+    passes `even` (the active experts have equally many rows) and `experts` (their number): where
+    their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: FP8 terms of A.
+    """
+    many = (TWO_TERMS,) if terms > 1 else EVEN if even else UNEVEN
+    largest = TWO_TERMS_LARGEST if terms > 1 else LARGEST
+    fitting = (config for rows, config in FEW_ROWS + many if rows_per_expert <= rows)
+    config = next(fitting, largest)
+    if terms > 1:
+        return replace(config, terms=terms)
+    if experts is None or config.swap_ab:
+        return config
+    return _fill(config, math.ceil(rows_per_expert), n, experts, even)
+
+
+# Tiles of 32 rows would spill in whole waves. An expert of DeepSeek-V3 has the tiles of 16
+# clusters, and 66 clusters run at once, so 4 rows make one wave. evict_first: the weights of two
+# experts of DeepSeek-V3.
+LAYER = LayerRules(
+    stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2, gathered=512,
+    larger=(10, 24),
+)  # fmt: skip
+
+
+def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -> GemmConfigSm90:
+    """Return the smallest tile that still needs one wave, if it is smaller than the config's. A
+    wave takes as long as one tile, however many tiles it has."""
+    for smaller in SMALLER:
+        m_tiles = math.ceil(rows / smaller.tile_m)
+        tiles = experts * m_tiles * math.ceil(n / smaller.tile_n)
+        pairs = smaller.cluster_m == 1 or (even and m_tiles % smaller.cluster_m == 0)
+        if tiles <= MULTIPROCESSORS and pairs:
+            config = smaller
+    return config
