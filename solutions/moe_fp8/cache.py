@@ -41,15 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{CACHE_VARIABLE} is empty, or there is no home: no kernel is cached")
 
     cache = KernelCache(directory)
+    try:
+        entries = cache.entries()
+    except OSError as error:  # another user's
+        parser.error(str(error))
     if args.clear:
         removed = cache.trim(0)
-        print(f"{directory}: removed {len(removed)} kernels, {mebibytes(removed)}")
-        return 0
-    entries = cache.entries()
-    for entry in entries:
-        print(line(entry))
-    limit = f"{LIMIT_BYTES / 2**20:.0f} MiB at most"
-    print(f"{directory}: {len(entries)} kernels, {mebibytes(entries)} ({limit})")
+        said = f"removed {len(removed)} of {len(entries)} kernels, {mebibytes(removed)}"
+    else:
+        for entry in entries:
+            print(line(entry))
+        limit = f"{LIMIT_BYTES / 2**20:.0f} MiB at most"
+        said = f"{len(entries)} kernels, {mebibytes(entries)} ({limit})"
+    print(f"{directory}: {said}")
     return 0
 
 

@@ -1,20 +1,22 @@
 """The cache of compiled kernels: its keys, what it trusts, where it may lie, what it removes."""
 
+import contextlib
 import errno
 import fcntl
-import functools
 import hashlib
 import importlib
 import json
 import multiprocessing
 import os
 import pwd
-import re
 import shutil
+import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +24,96 @@ import pytest
 from cutlass import Float32
 from markers import more
 from moe_fp8 import cache as program
-from moe_fp8.kernels import cache as kernel_cache
+from moe_fp8.kernels import cache as caches
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels import route
-from moe_fp8.kernels.architectures import HOPPER
-from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache, cache_dir
+from moe_fp8.kernels.cache import CACHE_VARIABLE, DESCRIPTION, DIGEST, OBJECT, KernelCache
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.swiglu import SwigluQuant
 from moe_fp8.kernels.sync import NamedBarrierId
 from moe_fp8.problem import SILU, Form, Swiglu
 
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 ARCH = "sm_90a"
-PATHS = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
-"""For processes of their own."""
 HEX = "0123456789abcdef" * 2
+GEMM, COMBINE = {"kernel": "Gemm"}, {"kernel": "Combine"}
 
 
 def kernels_in(directory: Path, load=Path.read_text) -> KernelCache:
     return KernelCache(directory, load, lambda function, path: path.write_text(function))
 
 
-def put(root: Path, name: str, content: str = "the user's") -> None:
-    """A file; its directory is as old as what the cache takes for abandoned."""
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-    for directory in set(path.parents) - {root} - set(root.parents):
-        os.utime(directory, (1000, 1000))
+def get(directory: Path, made_of: dict[str, str] = GEMM, code: str = "built") -> str:
+    return kernels_in(directory).get(made_of, lambda: code)
 
 
-def tree(root: Path) -> dict[str, str]:
-    return {str(p.relative_to(root)): p.read_text() for p in root.rglob("*") if p.is_file()}
+def never(*_: object, **__: object) -> Any:
+    pytest.fail("called")  # no Exception, which the cache would take for a kernel it cannot load
+
+
+def kept(directory: Path, made_of: dict[str, str] = GEMM) -> str:
+    return kernels_in(directory).get(made_of, never)
+
+
+def fail(error: BaseException | int) -> Callable[..., Any]:
+    def call(*_: object, **__: object) -> None:
+        raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+
+    return call
+
+
+def files(root: Path) -> dict[str, tuple[int, int]]:
+    """The sizes of all files below a directory, and when they were written."""
+    found = {path: path.stat() for path in root.rglob("*") if path.is_file()}
+    return {str(path): (status.st_size, status.st_mtime_ns) for path, status in found.items()}
+
+
+# --- the directory: where it lies, and what else is in it ---
+
+
+@pytest.mark.parametrize(
+    ("home", "chosen", "users", "expected"),
+    [
+        ("/home/me", "~/my/kernels", "/somewhere", "/home/me/my/kernels"),
+        ("/home/me", None, None, "/home/me/.cache/moe_fp8/kernels"),
+        ("/home/me", None, "/somewhere", "/somewhere/moe_fp8/kernels"),
+        ("/home/me", "", "/somewhere", None),
+        # In a container with a user id of its own: no HOME, no entry in the table of users.
+        (None, None, None, None),
+        (None, "~/kernels", None, None),
+        (None, "~nobody/kernels", None, None),
+        (None, "/my/kernels", None, "/my/kernels"),
+    ],
+)
+def test_the_cache_lies_where_the_environment_says(
+    home, chosen, users, expected, monkeypatch, capsys
+):
+    """One directory for all solutions: a packed one's package has another name after every edit."""
+    monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
+    for name, value in (("HOME", home), (CACHE_VARIABLE, chosen), ("XDG_CACHE_HOME", users)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    for name in ("getpwuid", "getpwnam"):
+        monkeypatch.setattr(pwd, name, lambda key: {}[key])
+    assert caches.cache_dir() == (expected and Path(expected))
+    if expected is None:
+        with pytest.raises(SystemExit, match="2"):
+            program.main([])
+        assert f"{CACHE_VARIABLE} is empty, or there is no home" in capsys.readouterr().err
 
 
 def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
-    """As with `MOE_FP8_CACHE_DIR=$HOME`."""
-    directory, outside = tmp_path / "kernels", tmp_path / "outside"
-    kept = kernels_in(directory)
-    kept.get({"kernel": "Gemm"}, lambda: "built")
+    """The variable may say `$HOME`."""
+
+    def put(name: str) -> None:
+        """Write a file into a directory as old as what the cache takes for abandoned."""
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path.parent, (1000, 1000))
+
     theirs = (
         ".git/HEAD",
         "results/sha256",
@@ -71,141 +124,28 @@ def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
         f"Combine-{HEX}/notes",  # the name alone is no proof
         "lock-file",
     )
-    for name in theirs:
-        put(directory, name)
-    put(outside, "entry/sha256")
-    put(outside, "draft/file")
-    (directory / f"Gemm-{HEX}").symlink_to(outside / "entry")
-    (directory / f".Gemm-{HEX}-abcdefgh").symlink_to(outside / "draft")
-    before = tree(tmp_path)
-    (entry,) = kept.entries()
-    put(directory, f".Gemm-{HEX}-12345678/kernel.o")
+    for name in (*(f"kernels/{name}" for name in theirs), "entry/sha256", "draft/file"):
+        put(name)
+    directory = tmp_path / "kernels"
+    (directory / f"Gemm-{HEX}").symlink_to(tmp_path / "entry")
+    (directory / f".Gemm-{HEX}-abcdefgh").symlink_to(tmp_path / "draft")
+    before = files(tmp_path)
+    get(directory)
+    (lock,) = directory.glob("lock-??")
+    put(f"kernels/.Gemm-{HEX}-12345678/kernel.o")
     monkeypatch.setenv(CACHE_VARIABLE, str(directory))
     assert program.main(["--clear"]) == 0
-    assert kept.entries() == []
-    assert tree(tmp_path) == {n: c for n, c in before.items() if entry.path.name not in n}
-    assert len([*directory.iterdir()]) == len(theirs) + 2 + 1, "theirs, the links, a lock"
-
-
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError, AttributeError, MemoryError])
-def test_what_cannot_be_loaded_is_built_anew(error, tmp_path):
-    def refuse(path: Path) -> str:
-        if path.read_text() == "of another machine":
-            raise error("no such relocation")
-        return path.read_text()
-
-    made_of = {"kernel": "Gemm"}
-    kept = kernels_in(tmp_path, refuse)
-    kept.get(made_of, lambda: "of another machine")
-    with pytest.warns(
-        RuntimeWarning, match=f"{kernel_cache.OBJECT} cannot be loaded .{error.__name__}."
-    ):
-        assert kept.get(made_of, lambda: "of this machine") == "of this machine"
-    assert kept.get(made_of, lambda: "never") == "of this machine"
-
-
-def test_what_ends_the_process_while_loading_drops_nothing(tmp_path):
-    def interrupted(path: Path) -> str:
-        raise KeyboardInterrupt
-
-    kernels_in(tmp_path).get({"kernel": "Gemm"}, lambda: "built")
-    with pytest.raises(KeyboardInterrupt):
-        kernels_in(tmp_path, interrupted).get({"kernel": "Gemm"}, lambda: "never")
-    assert kernels_in(tmp_path).get({"kernel": "Gemm"}, lambda: "never") == "built"
-
-
-@pytest.mark.parametrize(
-    ("chosen", "users", "expected"),
-    [
-        ("~/my/kernels", "/somewhere", "/home/me/my/kernels"),
-        (None, None, "/home/me/.cache/moe_fp8/kernels"),
-        (None, "/somewhere", "/somewhere/moe_fp8/kernels"),
-        ("", "/somewhere", None),
-    ],
-)
-def test_the_cache_lies_where_the_environment_says(chosen, users, expected, monkeypatch):
-    """One directory for all solutions: a packed one's package has another name after every edit."""
-    monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
-    monkeypatch.setenv("HOME", "/home/me")
-    for name, value in ((CACHE_VARIABLE, chosen), ("XDG_CACHE_HOME", users)):
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    assert cache_dir() == (expected and Path(expected))
-
-
-def test_without_a_home_there_is_no_cache(monkeypatch, capsys, tmp_path):
-    """As in a container with a user id of its own: no HOME, no entry in the table of users."""
-
-    def no_entry(key: object) -> None:
-        raise KeyError(key)
-
-    for name in ("HOME", "XDG_CACHE_HOME", CACHE_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", no_entry)
-    monkeypatch.setattr(pwd, "getpwnam", no_entry)
-    assert cache_dir() is None
-    for chosen in ("~/kernels", "~nobody/kernels"):
-        monkeypatch.setenv(CACHE_VARIABLE, chosen)
-        assert cache_dir() is None
-    with pytest.raises(SystemExit, match="2"):
-        program.main([])
-    assert "there is no home: no kernel is cached" in capsys.readouterr().err
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    assert cache_dir() == tmp_path, "which needs no home"
-
-
-USER = 1234
-
-
-@pytest.mark.parametrize(
-    ("owner", "mode", "trusted"),
-    [
-        (USER, 0o755, True),
-        (0, 0o755, True),
-        (0, 0o1777, True),  # /tmp: the sticky bit keeps others from replacing what is in it
-        (0, 0o777, False),
-        (USER, 0o777, False),
-        (USER + 1, 0o755, False),
-        (USER + 1, 0o1777, False),
-    ],
-)
-@pytest.mark.parametrize("above", [1, 2])
-def test_who_may_own_a_directory_above(above, owner, mode, trusted, monkeypatch, tmp_path):
-    path = (tmp_path / "a/b/kernels").resolve()
-    path.mkdir(parents=True)
-    parent = path.parents[above - 1]
-    status = os.stat
-
-    def stat(self: Path, **_: object) -> os.stat_result:
-        uid, bits = {path: (USER, 0o700), parent: (owner, mode)}.get(self, (0, 0o755))
-        return os.stat_result([0o040000 | bits, *status(self)[1:4], uid, *status(self)[5:10]])
-
-    monkeypatch.setattr(Path, "stat", stat)
-    monkeypatch.setattr(Path, "lstat", stat)
-    monkeypatch.setattr(kernel_cache.os, "geteuid", lambda: USER)
-    why = kernel_cache.why_untrusted(path)
-    assert why == (None if trusted else f"{path} lies in {parent}, which other users can write to")
-
-
-def test_an_entry_needs_no_description(tmp_path):
-    kept = kernels_in(tmp_path)
-    kept.get({"kernel": "Gemm"}, lambda: "built")
-    (entry,) = kept.entries()
-    (entry.path / "made_of.json").unlink()
-    (left,) = kept.entries()
-    assert left.made_of == {} and left.path == entry.path
-    assert left.size == len("built") + len((entry.path / kernel_cache.DIGEST).read_text())
+    assert kernels_in(directory).entries() == []
+    assert files(tmp_path) == {**before, str(lock): files(tmp_path)[str(lock)]}
+    assert len([*directory.iterdir()]) == len(theirs) + 2 + 1, "theirs, the links, the lock"
 
 
 @pytest.fixture
-def listing(monkeypatch, tmp_path, capsys):
-    """Runs `python -m moe_fp8.cache` on a directory with two kernels; what it prints."""
+def listing(monkeypatch, tmp_path, capsys) -> Callable[..., str]:
+    """Runs `python -m moe_fp8.cache` on a directory with two kernels; returns what it prints."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    kept = kernels_in(tmp_path)
     for name in ("Gemm", "Combine"):
-        kept.get({"kernel": name, "parameters": f"({name.lower()} of 7168,)"}, lambda: "built")
+        get(tmp_path, {"kernel": name, "parameters": f"({name.lower()} of 7168,)"})
 
     def run(*arguments: str) -> str:
         assert program.main(arguments) == 0
@@ -214,151 +154,395 @@ def listing(monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_the_program_lists_and_clears(listing, tmp_path) -> None:
+def test_the_program_lists_and_clears(listing, tmp_path, monkeypatch, capsys):
     said = listing()
     assert "Gemm" in said and "(combine of 7168,)" in said
     assert f"{tmp_path}: 2 kernels, 0.0 MiB (256 MiB at most)" in said
-    assert "removed 2 kernels" in listing("--clear")
-    assert "0 kernels" in listing()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        assert "removed 0 of 2 kernels" in listing("--clear"), "in root's directory"
+    assert "removed 2 of 2 kernels" in listing("--clear") and "0 kernels" in listing()
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    monkeypatch.setattr(Path, "iterdir", fail(errno.EACCES))
+    with pytest.raises(SystemExit, match="2"):
+        listing()
+    assert "Permission denied" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "null", "\udcff"])
-def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(
-    content: str, listing, tmp_path
-) -> None:
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", '"text"', "null", "\udcff"])
+def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(content, listing, tmp_path):
     (damaged,) = tmp_path.glob("Gemm-*")
-    (damaged / "made_of.json").write_text(content, errors="surrogateescape")
+    (damaged / DESCRIPTION).write_text(content or "", errors="surrogateescape")
+    if content is None:
+        (damaged / DESCRIPTION).unlink()
     said = listing()
     assert f"{damaged.name} ?" in said and "(combine of 7168,)" in said
-    assert "removed 2 kernels" in listing("--clear")
+    assert "removed 2 of 2 kernels" in listing("--clear")
 
 
-def test_without_a_cache_it_is_a_usage_error(listing, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, "")
-    with pytest.raises(SystemExit, match="2"):
-        listing("--clear")
-    assert f"{CACHE_VARIABLE} is empty" in capsys.readouterr().err
+def test_the_cache_is_trimmed_to_its_limit(tmp_path, monkeypatch):
+    """Least recently used first; what a killed process left goes as well, once it is old."""
+    cache = kernels_in(tmp_path)
+    for i in range(4):
+        get(tmp_path, {"kernel": f"K{i}"})
+        os.utime(next(tmp_path.glob(f"K{i}-*")) / DIGEST, (1000 + i, 1000 + i))
+    assert kept(tmp_path, {"kernel": "K0"}) == "built"  # used again
+    old, young = (tmp_path / f".K0-{HEX}-{name:_<8}" for name in ("old", "young"))
+    for draft, age in ((old, 7200), (young, 60)):
+        draft.mkdir()
+        os.utime(draft, (time.time() - age,) * 2)
+    size = sum(path.stat().st_size for path in cache.entries()[0].path.iterdir())
+    for limit, removed, left in (
+        (4 * size, [], ["K0", "K3", "K2", "K1"]),
+        (2 * size, ["K2", "K1"], ["K0", "K3"]),
+        (2 * size - 1, ["K3"], ["K0"]),
+    ):
+        assert [entry.made_of["kernel"] for entry in cache.trim(limit)] == removed
+        assert [entry.made_of["kernel"] for entry in cache.entries()] == left
+    assert [*tmp_path.glob(".*")] == [young]
+    monkeypatch.setattr(KernelCache.trim, "__defaults__", (1,))
+    get(tmp_path)
+    assert cache.entries() == [], "storing trims"
 
 
-# --- keys, damage, other users and processes ---
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """An empty cache and the number of compilations so far, each of which one process does once."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
-    count = [0]
-    original = compiling.cute.compile
-
-    def counting(kernel, *args, **kwargs):
-        count[0] += 1
-        if kernel.hidden not in COMBINE:
-            COMBINE[kernel.hidden] = original(kernel, *args, **kwargs)
-        return COMBINE[kernel.hidden]
-
-    monkeypatch.setattr(compiling.cute, "compile", counting)
-    return tmp_path / "kernels", count
-
-
-COMBINE: dict[int, Any] = {}
-"""Compiled functions of `build`, by the kernel's width."""
-
-
-def build(hidden: int = 512):
-    """What a new process would do: nothing remembered in memory."""
-    return kernels.compile_combine.make(hidden, 4, ARCH)
-
-
-def never_called(*_: object, **__: object) -> None:
-    pytest.fail("loaded")  # no Exception, which the cache would take for a kernel it cannot load
-
-
-def entries(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_dir()]
-
-
-def test_second_start_loads(cache):
-    directory, count = cache
-    build()
-    build()
-    assert count == [1]
-    build(1024)  # another parameter, another entry
-    assert count == [2] and len(entries(directory)) == 2
+# --- damage, and processes at once ---
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "flipped", "another machine", "no digest", "no object", "empty"]
+    ("name", "content"),
+    [(OBJECT, "buil"), (OBJECT, "bui1t"), (OBJECT, None), (DIGEST, "\xff"), (DIGEST, None)],
 )
-def test_damaged_entry_is_rebuilt(cache, damage):
-    directory, count = cache
-    build()
-    (entry,) = entries(directory)
-    kernel, digest = entry / kernel_cache.OBJECT, entry / kernel_cache.DIGEST
-    content = kernel.read_bytes()
-    if damage == "truncated":
-        kernel.write_bytes(content[: len(content) // 2])
-    elif damage == "flipped":
-        kernel.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-    elif damage == "another machine":  # whole, so that only the loader can refuse it
-        object_file = bytearray(content)
-        struct.pack_into("<H", object_file, 18, 183 if object_file[18] == 62 else 62)
-        kernel.write_bytes(object_file)
-        digest.write_text(hashlib.sha256(object_file).hexdigest())
-    elif damage == "no digest":
-        digest.unlink()
-    elif damage == "no object":
-        kernel.unlink()
-    else:
-        shutil.rmtree(entry)
-        entry.mkdir()
-    build()
-    build()
-    assert count == [2]
+def test_a_damaged_entry_is_rebuilt(name, content, tmp_path):
+    get(tmp_path)
+    get(tmp_path, COMBINE, "another entry")
+    (path,) = tmp_path.glob(f"Gemm-*/{name}")
+    path.unlink() if content is None else path.write_text(content, "latin-1")
+    assert get(tmp_path, code="anew") == kept(tmp_path) == "anew"
+    assert kept(tmp_path, COMBINE) == "another entry"
 
 
-BASE = {"config": GemmConfig(), "n": 4096, "k": 7168, "experts": 32, "arch": ARCH}
-OTHER = {
-    "config": GemmConfig(stages=4),
-    "n": 7168,
-    "k": 2048,
-    "experts": 8,
-    "arch": "sm_100a",
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError, AttributeError, MemoryError])
+def test_what_cannot_be_loaded_is_built_anew(error, tmp_path):
+    get(tmp_path)
+    cache = kernels_in(tmp_path, fail(error("no such relocation")))
+    why = f"{OBJECT} cannot be loaded .{error.__name__}."
+    with pytest.warns(RuntimeWarning, match=why) as said:
+        assert cache.get(GEMM, lambda: "anew") == kept(tmp_path) == "anew"
+    assert len(said) == 1
+    with pytest.raises(KeyboardInterrupt):  # drops nothing
+        kernels_in(tmp_path, fail(KeyboardInterrupt())).get(GEMM, never)
+    assert kept(tmp_path) == "anew"
+
+
+def test_the_next_start_loads_what_the_loader_takes(monkeypatch, tmp_path):
+    """The loader refuses a whole object file of another machine."""
+
+    def start() -> Any:
+        return kernels.compile_combine.make(512, 4, ARCH)  # nothing is remembered in memory
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    functions = [start()]
+    monkeypatch.setattr(compiling.cute, "compile", lambda *_, **__: functions.pop())
+    assert start() is not None and len(functions) == 1
+    (kernel,) = tmp_path.glob(f"*/{OBJECT}")
+    content = bytearray(kernel.read_bytes())
+    struct.pack_into("<H", content, 18, 183 if content[18] == 62 else 62)
+    kernel.write_bytes(content)
+    kernel.with_name(DIGEST).write_text(hashlib.sha256(content).hexdigest())
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+        start()
+    assert start() is not None and not functions
+
+
+def in_processes(work: Callable[[int], Any], number: int) -> list[int | None]:
+    """Fork processes that do this at the same time; return how they ended."""
+    process = multiprocessing.get_context("fork").Process
+    processes = [process(target=work, args=(i,)) for i in range(number)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()
+    return [each.exitcode for each in processes]
+
+
+def test_of_four_processes_one_builds(tmp_path):
+    """All are new at the same time, as on a node of GPUs."""
+
+    def build(i: int) -> str:
+        (tmp_path / f"by-{i}").touch()
+        time.sleep(0.5)
+        return "built"
+
+    cache = kernels_in(tmp_path / "kernels")
+    assert in_processes(lambda i: cache.get(GEMM, lambda: build(i)), 4) == [0] * 4
+    assert len([*tmp_path.glob("by-*")]) == len(cache.entries()) == 1
+
+
+@pytest.mark.parametrize("when", ["build", "store"])
+def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(when, tmp_path):
+    def build() -> str:
+        return "built" if when == "store" else os.kill(os.getpid(), 9) or ""
+
+    def export(function: str, path: Path) -> None:
+        path.write_text(function)  # the object is there, its digest is not
+        os.kill(os.getpid(), 9)
+
+    cache = KernelCache(tmp_path, Path.read_text, export)
+    assert in_processes(lambda _: cache.get(GEMM, build), 1) == [-9]
+    assert get(tmp_path, code="again") == kept(tmp_path) == "again"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK])
+def test_without_locks_all_build_and_store(error, monkeypatch, tmp_path):
+    monkeypatch.setattr(fcntl, "flock", fail(error))
+    assert kernels_in(tmp_path).get(GEMM, lambda: f"{get(tmp_path)} twice") == "built twice"
+    assert kept(tmp_path) == "built twice"
+    assert {path.name[:5] for path in tmp_path.iterdir()} == {"Gemm-", "lock-"}
+
+
+# --- other users ---
+
+USER, OWN, SHARED, ANOTHER = 1234, 1235, 2000, 2001
+STEPS = {  # and their kinds: directory, link, file
+    **{"up": "d", "up/here": "d", "up/here/kc": "l", "there": "d", "there/hop": "l"},
+    **{"far": "d", "far/kernels": "d", "far/kernels/entry": "d", "far/kernels/entry/kernel.o": "f"},
 }
-KEYS = {  # compile function -> arguments, and for each another value
-    "grouped_gemm": (BASE, OTHER),
-    "permute": (
-        {"hidden": 512, "top_k": 4, "arch": ARCH, "form": Form(), "ue8m0": False},
-        {
-            "hidden": 1024,
-            "top_k": 8,
-            "arch": "sm_100a",
-            "form": Form(strided_scales=True),
-            "ue8m0": True,
-        },
-    ),
-    "swiglu_quant": (
-        {"intermediate": 512, "arch": ARCH, "swiglu": SILU, "ue8m0": False},
-        {"intermediate": 256, "arch": "sm_100a", "swiglu": Swiglu(10.0), "ue8m0": True},
-    ),
-    "combine": (
-        {"hidden": 512, "top_k": 4, "arch": ARCH},
-        {"hidden": 1024, "top_k": 8, "arch": "sm_100a"},
-    ),
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "trusted"),
+    [
+        (USER, OWN, 0o755, "dlf"),
+        (0, 0, 0o755, "dlf"),
+        (USER, OWN, 0o770, "dlf"),
+        (0, SHARED, 0o2770, "dlf"),  # a volume of Kubernetes' fsGroup
+        (USER, ANOTHER, 0o2770, "l"),
+        (0, 0, 0o775, "l"),
+        (0, SHARED, 0o777, "l"),
+        (USER, OWN, 0o777, "l"),
+        (0, 0, 0o1777, "dl"),  # /tmp: the sticky bit keeps others from replacing what is in it
+        (ANOTHER, OWN, 0o755, ""),
+        (ANOTHER, OWN, 0o1777, ""),
+    ],
+)
+def test_who_can_write_to_a_kernel_and_to_what_leads_there(
+    owner, group, mode, trusted, monkeypatch, tmp_path
+):
+    for directory in ("up/here", "there", "far/kernels/entry"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "up/here/kc").symlink_to(tmp_path / "there/hop")
+    (tmp_path / "there/hop").symlink_to("../far/kernels")
+    (tmp_path / "far/kernels/entry/kernel.o").touch()
+
+    def real(path: Path) -> Path:
+        return path.parent.resolve() / path.name
+
+    def lstat(path: Path) -> os.stat_result:
+        status = os.lstat(path)
+        uid, gid, bits = (owner, group, mode) if real(path) == judged else (0, 0, 0o755)
+        bits |= stat.S_IFMT(status.st_mode)
+        return os.stat_result([bits, *status[1:4], uid, gid, *status[6:10]])
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    for name, value in (("geteuid", USER), ("getegid", OWN), ("getgroups", [SHARED])):
+        monkeypatch.setattr(os, name, lambda value=value: value)
+    monkeypatch.chdir(tmp_path / "up/here")
+    kernel = Path("kc/entry/kernel.o")
+    why = f"can be written by other users (mode {mode:o}, gid {group})"
+    if owner == ANOTHER:
+        why = f"belongs to another user (uid {ANOTHER})"
+    for step, kind in STEPS.items():
+        judged = real(tmp_path / step)
+        if kind in trusted:
+            caches.require_trusted(kernel)
+            continue
+        with pytest.raises(PermissionError) as refused:
+            caches.require_trusted(kernel)
+        assert (refused.value.strerror, real(Path(refused.value.filename))) == (why, judged)
+
+
+@pytest.mark.parametrize("writable", [".", "kernels", "kernels/Gemm-*", "kernels/Gemm-*/kernel.o"])
+@pytest.mark.parametrize("linked", [False, True], ids=["", "linked"])
+def test_what_others_can_write_is_neither_loaded_nor_written(
+    writable, linked, monkeypatch, tmp_path
+):
+    """An entry with a digest that matches can be another user's. One warning serves all."""
+    above, directory = tmp_path / "above", tmp_path / "above/kernels"
+    if linked:
+        directory.mkdir(parents=True)
+        directory = tmp_path / "kc"
+        directory.symlink_to(above / "kernels")
+    for made_of in (GEMM, COMBINE):
+        assert not kernels_in(directory).has(made_of)
+    get(directory)
+    assert kernels_in(directory).has(GEMM)
+    (path,) = above.glob(writable) if writable != "." else [above]
+    path.chmod(0o777)
+    before = files(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", never)
+    cache = kernels_in(directory, never)
+    why = f"not kept in {directory} .*mode 777.*/{path.name}'.*{CACHE_VARIABLE}"
+    with pytest.warns(RuntimeWarning, match=why) as said:
+        for made_of in (GEMM, GEMM, COMBINE)[: 3 if path in (above, above / "kernels") else 2]:
+            assert cache.get(made_of, lambda: "anew") == "anew" and not cache.has(made_of)
+    assert len(said) == 1 and files(tmp_path) == before
+
+
+@pytest.mark.parametrize("target", ["file", "kernels", "missing", None])
+def test_where_nothing_can_be_stored_a_kernel_is_built_once(target, tmp_path):
+    """A file, a link to itself, or a link to nothing stands in its place; or the disk is full."""
+    directory = tmp_path / "kernels"
+    (tmp_path / "file").touch()
+    directory.symlink_to(target) if target else directory.mkdir()
+    assert not kernels_in(directory).has(GEMM)
+    cache, builds = KernelCache(directory, export=fail(errno.ENOSPC)), ["built"]
+    with pytest.warns(RuntimeWarning, match=CACHE_VARIABLE):
+        assert cache.get(GEMM, builds.pop) == "built"
+    assert target or [path.name[:5] for path in directory.iterdir()] == ["lock-"]
+
+
+@pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
+def test_the_umask_says_who_can_read_what_is_made(mask, tmp_path):
+    """Nobody else can write to it, or hold a lock."""
+    before = os.umask(mask)
+    try:
+        get(tmp_path / "above/kernels")
+    finally:
+        os.umask(before)
+    made = {p.name: p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")}
+    above, below = made.pop("above"), [made.pop(name) for name in (OBJECT, DIGEST, DESCRIPTION)]
+    assert above == made.pop("kernels") == 0o055 & ~mask and below == [0o044 & ~mask] * 3
+    assert sorted(made.values()) == [0, 0o055], "a lock and an entry"
+
+
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (lambda path: path.symlink_to("elsewhere"), False),
+        (lambda path: path.mkdir(), False),
+        (lambda path: os.mkfifo(path, 0o600), True),  # and opening it does not wait
+        (lambda path: path.touch(0o604), False),
+        (lambda path: path.touch(0o600), True),
+        (lambda path: path.touch() or path.chmod(0o660), True),  # by Kubernetes' fsGroup
+    ],
+    ids=["link", "directory", "FIFO", "readable", "own", "of the group"],
+)
+def test_no_lock_is_waited_for_that_others_can_hold(make, held, monkeypatch, tmp_path):
+    make(tmp_path / "lock-prepare")
+    opened = os.listdir("/proc/self/fd")
+    operations: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", lambda file, operation: operations.append(operation))
+    with kernels_in(tmp_path).lock("prepare"):
+        assert operations == [fcntl.LOCK_EX] * held
+    assert operations == [fcntl.LOCK_EX, fcntl.LOCK_UN] * held
+    assert not (tmp_path / "elsewhere").exists() and os.listdir("/proc/self/fd") == opened
+
+
+POD, GROUP = 54321, 65432
+
+
+@contextlib.contextmanager
+def as_pod(*groups: int) -> Iterator[None]:
+    """Be another user with these groups; without root's rights remain this one."""
+    if os.geteuid() != 0:
+        yield
+        return
+    before = os.getgroups()
+    os.setgroups(groups)
+    os.setegid(POD)
+    os.seteuid(POD)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(before)
+
+
+@pytest.fixture
+def image() -> Iterator[Path]:
+    """A directory that all can read, with one kernel and its lock."""
+    root, before = Path(tempfile.mkdtemp()), os.umask(0o022)
+    root.chmod(0o755)
+    get(root / "kernels")
+    os.umask(before)
+    yield root / "kernels"
+    (root / "kernels").chmod(0o755)
+    shutil.rmtree(root)
+
+
+def test_a_directory_that_cannot_be_written_is_read(image, monkeypatch):
+    """Root's in an image: no lock, no time of use, one warning for all that is missing."""
+    image.chmod(0o555)
+    with as_pod():
+        monkeypatch.setattr(os, "utime", fail(errno.EROFS))
+        assert kernels_in(image).has(GEMM) and kept(image) == "built"
+        with pytest.warns(RuntimeWarning, match="cannot be written") as said:
+            assert [get(image, {"kernel": name}) for name in "AB"] == ["built"] * 2
+        with pytest.raises(PermissionError, match="cannot be written"):
+            kernels_in(image).lock("prepare").__enter__()
+    assert len(said) == 1 and len([*image.iterdir()]) == 2
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+
+@needs_root
+@pytest.mark.parametrize("owner", [0, POD])
+def test_a_volume_that_its_group_can_write_serves_the_group(owner, image):
+    """Kubernetes makes it so for a pod's fsGroup."""
+    for path in (image, *image.rglob("*")):
+        os.chown(path, owner, GROUP)
+        path.chmod(0o2775 if path.is_dir() else 0o664)
+    with as_pod(GROUP):
+        assert kept(image) == "built"
+        assert get(image, COMBINE) == kept(image, COMBINE) == "built"
+    with as_pod(), pytest.warns(RuntimeWarning, match=f"mode 2775, gid {GROUP}.*{image}"):
+        assert get(image, code="anew") == "anew"
+
+
+@needs_root
+def test_another_user_has_neither_kernels_nor_locks_for_this_one(image, monkeypatch):
+    (lock,), (kernel,) = image.glob("lock-*"), image.glob(f"*/{OBJECT}")
+    os.chown(lock, POD, POD)
+    monkeypatch.setattr(fcntl, "flock", never)
+    with kernels_in(image).lock(lock.name.removeprefix("lock-")):
+        os.chown(kernel, POD, POD)
+    with pytest.warns(RuntimeWarning, match=f"another user .uid {POD}.*{kernel}"):
+        assert get(image, code="anew") == "anew"
+
+
+# --- keys ---
+
+BOTH = ARCH, "sm_100a"
+KEYS = {  # compile function -> its arguments, with two values of each
+    "grouped_gemm": {
+        "config": (GemmConfig(), GemmConfig(stages=4)),
+        **{"n": (4096, 7168), "k": (7168, 2048), "experts": (32, 8), "arch": BOTH},
+    },
+    "permute": {
+        **{"hidden": (512, 1024), "top_k": (4, 8), "arch": BOTH},
+        **{"form": (Form(), Form(strided_scales=True)), "ue8m0": (False, True)},
+    },
+    "swiglu_quant": {
+        **{"intermediate": (512, 256), "arch": BOTH},
+        **{"swiglu": (SILU, Swiglu(10.0)), "ue8m0": (False, True)},
+    },
+    "combine": {"hidden": (512, 1024), "top_k": (4, 8), "arch": BOTH},
 }
 
 
 @pytest.fixture
-def key_of(monkeypatch, tmp_path):
-    """The names of the entries that a kernel is looked for under; nothing is compiled."""
+def key_of(monkeypatch, tmp_path) -> Callable[..., str]:
+    """Returns what a kernel is looked for by; nothing is compiled."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
     looked_for: list[dict[str, str]] = []
     monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: looked_for.append(made_of))
-    # Of any target: there may be kernels for one only.
-    monkeypatch.setattr(kernels, "of_target", lambda target: HOPPER)
 
-    def key(name: str, arguments: dict) -> str:
-        getattr(kernels, f"compile_{name}").make(*arguments.values())
+    def key(name: str, *others: str) -> str:
+        """With the other value of these arguments."""
+        values = [pair[argument in others] for argument, pair in KEYS[name].items()]
+        getattr(kernels, f"compile_{name}").make(*values)
         return json.dumps(looked_for.pop(), sort_keys=True)
 
     return key
@@ -366,23 +550,16 @@ def key_of(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_argument_is_part_of_the_key(name, key_of):
-    arguments, others = KEYS[name]
-    first = key_of(name, arguments)
-    assert key_of(name, dict(arguments)) == first
-    assert list(others) == list(arguments)
-    found = {first}
-    for argument, value in others.items():
-        found.add(key_of(name, {**arguments, argument: value}))
-    assert len(found) == 1 + len(others)
+    assert key_of(name) == key_of(name)
+    assert len({key_of(name), *(key_of(name, a) for a in KEYS[name])}) == 1 + len(KEYS[name])
 
 
-def test_parameters_are_part_of_the_key_whatever_the_arguments_say():
-    last = (4, 8, NamedBarrierId, kernels.Combine, SwigluQuant)
+def test_kernels_and_their_parameters_are_part_of_the_key():
+    """The arguments may be the same, and the file of two kernels."""
+    last = (4, 8, NamedBarrierId, route.Route, SwigluQuant)
     keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
-    assert len({json.dumps(key) for key in keys}) == len(last)
-
-
-def test_kernels_of_one_file_have_keys_of_their_own():
+    assert len({key["parameters"] for key in keys}) == len(last)
+    assert keys[0]["sources"] != keys[-1]["sources"], "a parameter's, too"
     of_route = route.Route, route.ChooseExperts
     first, second = (compiling.made_of(kernel, (), (), ARCH) for kernel in of_route)
     assert first["sources"] == second["sources"] and first != second
@@ -390,26 +567,25 @@ def test_kernels_of_one_file_have_keys_of_their_own():
 
 def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
     """The alignment of an argument, the options, the environment, the versions, the sources."""
-    found = {key_of("combine", KEYS["combine"][0])}
-
-    def other(patch) -> None:
-        with monkeypatch.context() as context:
-            patch(context)
-            found.add(key_of("combine", KEYS["combine"][0]))
-
     align = compiling.Tensor.__init__
 
     def align_less(self, dtype, shape, **_) -> None:
         align(self, dtype, shape, align=4)
 
-    other(lambda c: c.setattr(compiling.Tensor, "__init__", align_less))
-    other(lambda c: c.setattr(compiling, "OPTIONS", compiling.OPTIONS + " --opt-level 1"))
-    other(lambda c: c.setenv("CUTE_DSL_ANYTHING", "1"))
-    other(lambda c: c.setattr(compiling, "_host", lambda: "other machine"))
-    other(lambda c: c.setattr(compiling, "_versions", lambda: ("other version",)))
-    other(lambda c: c.setattr(compiling, "_source_digest", lambda *modules: "other sources"))
-    other(lambda c: c.setattr(compiling.cutlass, "CUDA_VERSION", "another of those installed"))
-    assert len(found) == 8
+    found = {key_of("combine")}
+    for of, name, value in (
+        (compiling.Tensor, "__init__", align_less),
+        (compiling, "OPTIONS", compiling.OPTIONS + " --opt-level 1"),
+        (compiling, "_host", lambda: "other machine"),
+        (compiling, "_versions", lambda: ("other version",)),
+        (compiling, "_source_digest", lambda *modules: "other sources"),
+        (compiling.cutlass, "CUDA_VERSION", "another of those installed"),
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(of, name, value)
+            found.add(key_of("combine"))
+    monkeypatch.setenv("CUTE_DSL_ANYTHING", "1")
+    assert len({*found, key_of("combine")}) == 8
 
 
 X86 = """processor\t: 0
@@ -417,78 +593,60 @@ vendor_id\t: AuthenticAMD
 cpu family\t: 25
 model\t\t: 1
 model name\t: AMD EPYC
-cpu MHz\t\t: {mhz}
-flags\t\t: fpu sse avx2{more}
+cpu MHz\t\t: 1500
+flags\t\t: fpu sse avx2
 
 processor\t: 1
 flags\t\t: fpu
 """
-ARM = "processor\t: 0\nFeatures\t: fp{more}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n"
+ARM = "processor\t: 0\nFeatures\t: fp\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
 
 
 def test_the_machine_and_its_cpu_are_part_of_the_key(monkeypatch, tmp_path):
-    """What the host's code may use; nothing that changes from one moment to the next."""
+    """The host's code may use its instructions. Nothing counts that changes from one moment to the
+    next; the host's name does where the CPU is unknown."""
     monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
 
-    def host(cpu: str, machine: str = "x86_64") -> str:
-        compiling.CPU.write_text(cpu)
+    def host(cpu: str | None, machine: str, old: str = "", new: str = "") -> str:
+        compiling.CPU.unlink(missing_ok=True)
+        if cpu is not None:
+            assert old in cpu
+            compiling.CPU.write_text(cpu.replace(old, new) if old else cpu)
         monkeypatch.setattr(compiling.platform, "machine", lambda: machine)
         return compiling._host.__wrapped__()
 
-    same = host(X86.format(mhz=1500, more=""))
-    assert same == host(X86.format(mhz=3700, more="").replace(": fpu\n", ": fpu vme\n"))
+    same = host(X86, "x86_64")
+    assert same == host(X86, "x86_64", "1500", "3700") == host(X86, "x86_64", ": fpu\n", ": vme\n")
     assert "avx2" in same and "MHz" not in same
-    others = [
-        host(X86.format(mhz=1500, more=""), "i686"),
-        host(X86.format(mhz=1500, more=" avx512f")),
-        host(X86.format(mhz=1500, more="").replace("AMD", "Intel")),
-        host(X86.format(mhz=1500, more="").replace(": 25", ": 26")),
-        host(X86.format(mhz=1500, more="").replace("model\t\t: 1", "model\t\t: 17")),
-        host(ARM.format(more="", part="0xd4f"), "aarch64"),
-        host(ARM.format(more=" sve", part="0xd4f"), "aarch64"),
-        host(ARM.format(more="", part="0xd40"), "aarch64"),
-        host(ARM.format(more="", part="0xd4f").replace("0x41", "0x4e"), "aarch64"),
-    ]
-    assert len({same, *others}) == 10
+    x86 = ("avx2", "avx2 fma"), ("AMD", "Intel"), (": 25", ": 26"), ("model\t\t: 1", "model: 17")
+    arm = (), (": fp", ": fp sve"), ("0xd4f", "0xd40"), ("0x41", "0x4e")
+    others = {host(X86, "i686"), *(host(X86, "x86_64", *edit) for edit in x86)}
+    assert len({same, *others, *(host(ARM, "aarch64", *edit) for edit in arm)}) == 10
+    for unknown in (None, "processor\t: 0\n"):
+        assert host(unknown, "ppc64le") == "ppc64le, node17"
 
 
-@pytest.mark.parametrize("cpu", [None, "processor\t: 0\n"])
-def test_of_an_unknown_cpu_the_hosts_name_is_part_of_the_key(cpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
-    if cpu is not None:
-        compiling.CPU.write_text(cpu)
-    monkeypatch.setattr(compiling.platform, "machine", lambda: "ppc64le")
-    monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
-    assert compiling._host.__wrapped__() == "ppc64le, node17"
-
-
-def test_extents_of_one_name_are_one_size(monkeypatch):
-    """And what divides it reaches the compiler."""
+def test_the_compilers_tensors_are_as_described():
+    """Extents of one name are one size, whose divisor is known; tensors are row-major."""
+    a, b, a4 = (compiling.Extent(*of) for of in (("a",), ("b",), ("a", 4)))
     made = compiling.fakes(
         [
-            compiling.Tensor(Float32, (compiling.Extent("a", 4), 8)),
-            compiling.Tensor(Float32, (8, compiling.Extent("a", 4)), align=4),
-            compiling.Tensor(Float32, (8, compiling.Extent("b"))),
+            compiling.Tensor(Float32, (a4, 8)),
+            compiling.Tensor(Float32, (8, a4), align=4),
+            compiling.Tensor(Float32, (8, b)),
+            *(compiling.Tensor(Float32, shape) for shape in ((3, 5, 7), (a, 6, 8), (9,))),
         ]
     )
     assert made[0].shape[0] is made[1].shape[1] and made[2].shape[1] is not made[0].shape[0]
     assert "div=4" in repr(made[0].shape[0]) and "div=1}" in repr(made[2].shape[1])
-    assert [tensor._assumed_align for tensor in made] == [16, 4, 16]
-
-
-def test_tensors_are_row_major():
-    shapes = [(3, 5, 7), (compiling.Extent("a"), 6, 8), (4, compiling.Extent("b", 4)), (9,)]
-    made = compiling.fakes([compiling.Tensor(Float32, shape) for shape in shapes])
-    assert [tensor.stride for tensor in (made[0], made[1], made[3])] == [
-        (35, 7, 1),
-        (48, 8, 1),
-        (1,),
-    ]
-    assert made[2].stride[0] is made[2].shape[1] and made[2].stride[1] == 1
+    assert [tensor._assumed_align for tensor in made[:3]] == [16, 4, 16]
+    assert [tensor.stride for tensor in made[3:]] == [(35, 7, 1), (48, 8, 1), (1,)]
+    assert made[1].stride[0] is made[1].shape[1] and made[1].stride[1] == 1
 
 
 def test_source_digest_follows_imports(tmp_path, monkeypatch):
-    """Of the kernel, and of what turns its arguments into the compiler's."""
+    """The imports are the kernel's, and those of what makes its arguments the compiler's."""
     shutil.copytree(compiling.PACKAGE_ROOT, tmp_path / "copied_moe_fp8")
     monkeypatch.syspath_prepend(tmp_path)
     copied = importlib.import_module("copied_moe_fp8.kernels.compile")
@@ -505,190 +663,10 @@ def test_source_digest_follows_imports(tmp_path, monkeypatch):
     assert first == unrelated and len({first, of_the_kernel, of_its_arguments}) == 3
 
 
-def test_unwritable_directory_still_compiles(cache):
-    directory, count = cache
-    directory.parent.mkdir(exist_ok=True)
-    directory.write_text("a file where the directory should be")
-    with pytest.warns(RuntimeWarning, match=CACHE_VARIABLE):
-        assert build() is not None
-    assert count == [1]
-
-
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [("open", errno.EROFS), ("flock", errno.ENOSYS), ("flock", errno.ENOLCK)],
-)
-def test_where_nothing_can_be_written_what_is_there_is_read(call, error, cache, monkeypatch):
-    """Nor where the file system has no locks."""
-    _, count = cache
-    build()
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    if call == "open":
-        monkeypatch.setattr(kernel_cache.KernelCache, "lock", refuse)
-        monkeypatch.setattr(os, "utime", refuse)
-    else:
-        monkeypatch.setattr(fcntl, "flock", refuse)
-    assert build() is not None and count == [1]
-    with pytest.warns(RuntimeWarning, match="cannot be kept"):
-        build(1024)
-    assert count == [2]
-
-
-def test_what_is_made_is_the_users_alone(cache):
-    directory, _ = cache
-    build()
-    (entry,) = entries(directory)
-    for path in (directory, entry, *entry.iterdir(), *directory.glob("lock-*")):
-        assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_directories_above_are_made_for_the_user_alone(tmp_path):
-    kept = kernels_in(tmp_path / "user" / "kernels")
-    mask = os.umask(0)
-    try:
-        assert kept.get({"kernel": "Gemm"}, lambda: "built") == "built"
-        assert kept.get({"kernel": "Gemm"}, lambda: "again") == "built"
-    finally:
-        os.umask(mask)
-    assert (tmp_path / "user").stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize(
-    ("what", "mode"),
-    [
-        ("parent", 0o777),
-        ("directory", 0o777),
-        ("directory", 0o770),
-        ("entry", 0o770),
-        ("object", 0o666),
-        ("digest", 0o620),
-        ("directory", None),
-        ("entry", None),
-        ("object", None),
-    ],
-)
-def test_what_others_can_write_or_own_is_not_loaded(cache, what, mode, monkeypatch):
-    """An entry with a digest that matches, where another user could have put it.
-
-    Args:
-        mode: of the path; None: another user owns it.
-    """
-    directory, count = cache
-    build()
-    (entry,) = entries(directory)
-    path = {
-        "parent": directory.parent,
-        "directory": directory,
-        "entry": entry,
-        "object": entry / kernel_cache.OBJECT,
-        "digest": entry / kernel_cache.DIGEST,
-    }[what]
-    original = Path.lstat
-
-    def lstat(self):
-        status = original(self)
-        if self == path:
-            status = os.stat_result([*status[:4], os.geteuid() + 1, *status[5:10]])
-        return status
-
-    if mode is None:
-        monkeypatch.setattr(Path, "lstat", lstat)
-    else:
-        path.chmod(mode)
-    monkeypatch.setattr(compiling, "load_module", never_called)
-    why = "belongs to another user" if mode is None else ""
-    with pytest.warns(RuntimeWarning, match=f"{re.escape(str(path))}.*{why}"):
-        assert build() is not None
-    assert count == [2]
-
-
-def test_no_lock_is_waited_for_that_others_can_hold(tmp_path):
-    tmp_path.chmod(0o777)
-    with pytest.raises(OSError, match="can be written by other users"):
-        with kernels_in(tmp_path).lock("prepare"):
-            pytest.fail("locked")
-    assert not [*tmp_path.iterdir()]
-
-
-def test_what_get_would_not_load_is_not_there(tmp_path, monkeypatch):
-    kept = kernels_in(tmp_path)
-    assert not kept.has({"kernel": "Gemm"})
-    kept.get({"kernel": "Gemm"}, lambda: "built")
-    (entry,) = kept.entries()
-    assert kept.has({"kernel": "Gemm"}) and not kept.has({"kernel": "Combine"})
-    for path in (tmp_path, entry.path):
-        mode = path.stat().st_mode
-        path.chmod(0o777)
-        assert not kept.has({"kernel": "Gemm"})
-        path.chmod(mode)
-
-    def refuse(path: Path) -> bool:
-        raise PermissionError(path)
-
-    monkeypatch.setattr(Path, "exists", refuse)
-    assert not kept.has({"kernel": "Gemm"}), "in a directory that cannot be searched"
-
-
-def test_the_cache_is_trimmed_to_its_limit(tmp_path):
-    """Least recently used first; what a killed process left goes as well, once it is old."""
-    made = kernels_in(tmp_path)
-    for i in range(4):
-        assert made.get({"kernel": f"K{i}"}, lambda i=i: f"code {i}") == f"code {i}"
-        (tmp_path / next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST).touch()
-        os.utime(next(tmp_path.glob(f"K{i}-*")) / kernel_cache.DIGEST, (1000 + i, 1000 + i))
-    assert made.get({"kernel": "K0"}, lambda: "never") == "code 0"  # used again
-    old, young = (tmp_path / f".K0-{'0' * 32}-{name:_<8}" for name in ("old", "young"))
-    for draft, age in ((old, 7200), (young, 60)):
-        draft.mkdir()
-        now = time.time() - age
-        os.utime(draft, (now, now))
-    assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3", "K2", "K1"]
-    size = made.entries()[0].size
-    assert [e.made_of["kernel"] for e in made.trim(2 * size)] == ["K2", "K1"]
-    assert [e.made_of["kernel"] for e in made.entries()] == ["K0", "K3"]
-    assert [e.made_of["kernel"] for e in made.trim(2 * size - 1)] == ["K3"]
-    assert [*tmp_path.glob(".*")] == [young]
-
-
-def test_storing_trims(tmp_path, monkeypatch):
-    monkeypatch.setattr(KernelCache.trim, "__defaults__", (1,))
-    made = kernels_in(tmp_path)
-    made.get({"kernel": "K"}, lambda: "longer than the limit")
-    assert made.entries() == []
-
-
-def _compile_in_process(directory: str, together: Any, counts: Any) -> None:
-    os.environ[CACHE_VARIABLE] = directory
-    compilations = []
-    original = compiling.cute.compile
-    compiling.cute.compile = lambda *a, **k: compilations.append(1) or original(*a, **k)
-    together.wait()
-    build(768)
-    counts.put(len(compilations))
-
-
-@pytest.mark.all
-def test_four_processes_compile_once(tmp_path):
-    """Of as many that are new, at the same time, as on a node of GPUs."""
-    context = multiprocessing.get_context("spawn")
-    together, counts = context.Barrier(4), context.Queue()
-    given = (str(tmp_path), together, counts)
-    start = functools.partial(context.Process, target=_compile_in_process, daemon=True)
-    processes = [start(args=given) for _ in range(4)]
-    for process in processes:
-        process.start()
-    assert sorted(counts.get(timeout=120) for _ in processes) == [0, 0, 0, 1]
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert len(entries(tmp_path)) == 1
-
+# --- threads, and a capture ---
 
 COMPILE_IN_THREADS = """
-import sys, threading
+import threading
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
@@ -708,57 +686,24 @@ print(len(made), len(set(map(id, made))), len(count))
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("kept", [False, *more(True)], ids=["no cache", "cache"])
-def test_eight_threads_compile_at_once(tmp_path, kept):
+@pytest.mark.parametrize("place", ["", *more("kernels")], ids=["no cache", "cache"])
+def test_eight_threads_compile_at_once(tmp_path, place):
     """The DSL's compiler ends a process in which two threads use it."""
-    directory = str(tmp_path / "kernels") if kept else ""
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE_IN_THREADS],
-        env={**os.environ, CACHE_VARIABLE: directory, "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["16", "4", "4"]
-
-
-DIE_WHILE_COMPILING = """
-import os, sys
-from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations as kernels
-if sys.argv[1] == "build":  # nothing is written yet
-    compiling.cute.compile = lambda *a, **k: os.kill(os.getpid(), 9)
-else:  # the object is there, its digest is not
-    export = compiling._export
-    def write_and_die(function, path):
-        export(function, path)
-        os.kill(os.getpid(), 9)
-    compiling._export = write_and_die
-kernels.compile_combine(512, 4, "sm_90a")
-"""
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("when", ["store", *more("build")])
-def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(cache, when):
-    directory, count = cache
-    result = subprocess.run(
-        [sys.executable, "-c", DIE_WHILE_COMPILING, when],
-        env={**os.environ, "PYTHONPATH": PATHS},
-        capture_output=True,
-    )
-    assert result.returncode == -9, result.stderr[-2000:]
-    build()
-    build()
-    assert count == [1]
+    paths = os.pathsep.join(filter(None, [str(compiling.PACKAGE_ROOT.parent), *sys.path]))
+    variables = {CACHE_VARIABLE: place and str(tmp_path / place), "PYTHONPATH": paths}
+    command, environment = [sys.executable, "-c", COMPILE_IN_THREADS], {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["16", "4", "4"]
 
 
 def test_nothing_is_compiled_within_a_capture(monkeypatch):
     compile_it = compiling.CompiledOnce(lambda size: f"code {size}")
+    capturing: list[bool] = []
     monkeypatch.setattr(compiling.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: capturing)
     assert compile_it(1) == "code 1"
-    monkeypatch.setattr(compiling.torch.cuda, "is_current_stream_capturing", lambda: True)
+    capturing.append(True)
     assert compile_it(1) == "code 1", "what is there serves a capture"
     with pytest.raises(RuntimeError, match="warm up by a call with as many tokens"):
         compile_it(2)

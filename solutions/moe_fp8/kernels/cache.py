@@ -1,15 +1,15 @@
-"""Compiled kernels on disk: one directory for all solutions, that no other user can write to.
+"""Compiled kernels on disk: one directory for all solutions.
 
 An entry is a directory named by a digest of everything that decides its machine code. It holds the
-object file, its digest and what it was made of, and appears by one atomic rename; one whose digest
-does not match is dropped and built again. Nothing is read that is another user's or that others
-could have written: it is run.
+object file, its digest and what it was made of, and appears by one atomic rename. An entry whose
+digest does not match is built again. An entry is run: `require_trusted` says which are loaded.
 
 Beyond `LIMIT_BYTES` the entries that were used longest ago go. Nothing is ever removed but
 directories that bear the cache's names: `$MOE_FP8_CACHE_DIR` can be set to any directory.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -35,10 +35,12 @@ DRAFT = re.compile(rf"\.{ENTRY.pattern}-\w{{8}}")
 LIMIT_BYTES = 256 * 2**20
 STALE_SECONDS = 3600.0
 """After which what a killed process was writing is nobody's any more."""
+_said: set[tuple[Path, str | None]] = set()
+"""The warnings of this process: the cache's directory and the cause."""
 
 
 def cache_dir() -> Path | None:
-    """Where compiled kernels are kept: `$MOE_FP8_CACHE_DIR`, else under the user's cache directory.
+    """The directory of the kernels: `$MOE_FP8_CACHE_DIR`, else under the user's cache directory.
 
     None (nothing is kept) when the variable is set to the empty string, or the directory is to be
     below the home of a user who has none.
@@ -66,84 +68,75 @@ class CachedKernel:
 class KernelCache:
     """The compiled kernels in one directory, shared by processes and threads.
 
-    The directory is made, for this user alone, when the first kernel is stored. `load(path)` makes
-    a function of an object file, `export(function, path)` writes one.
+    The directory is made when the first kernel is stored. `load(path)` makes a function of an
+    object file, `export(function, path)` writes one.
     """
 
     def __init__(self, directory: Path, load: Any = None, export: Any = None):
         self.directory, self._load, self._export = directory, load, export
 
     def get(self, made_of: dict[str, str], build: Callable[[], Any]) -> Any:
-        """The kernel that is made of this: from the directory, or built and kept there.
+        """Return the kernel that is made of this: from the directory, or built and kept there.
 
-        Of several processes one builds, the others wait and load. Where nothing can be kept the
-        kernel is built all the same, with a warning that says why.
+        An entry is loaded without a lock and without writing. Of several processes one builds, the
+        others wait and load; without locks several build. Where nothing can be kept the kernel is
+        built all the same, with one warning that says why.
         """
         entry, text = self._entry(made_of)
-        function, trusted = None, False
+        function = None
         try:
-            self._make_directory()
-            why = why_untrusted(self.directory)
-            if not why and entry.exists():
-                why = why_untrusted(entry)
-            if why:
-                _warn(f"{why}: it is not used")
-                return build()
-            trusted = True
-            # A file for many entries: they would stay behind when the entries go.
-            with self.lock(entry.name[-32:-30]):
-                function = self._read(entry)
-                if function is None:
-                    function = build()
-                    self._store(function, entry, text)
+            function = self._read(entry)
+            if function is None:
+                # A file for many entries: they would stay behind when the entries go.
+                with self.lock(entry.name[-32:-30]):
+                    function = self._read(entry)  # another process may have stored it
+                    if function is None:
+                        function = build()
+                        self._store(function, entry, text)
         except OSError as error:
-            if trusted and function is None:  # in a directory that can only be read
-                function = self._read(entry)
-                if function is not None:
-                    return function
-            _warn(f"compiled kernels cannot be kept in {self.directory} ({error})")
+            why = f"kernels are compiled and not kept in {self.directory} ({error})"
+            self._warn(error.strerror, f"{why}; set {CACHE_VARIABLE} to a directory of your own")
         return build() if function is None else function
 
     def has(self, made_of: dict[str, str]) -> bool:
-        """Whether `get` would find the kernel. Nothing is read: it may prove damaged."""
-        entry, _ = self._entry(made_of)
-        try:
-            return entry.exists() and not (why_untrusted(self.directory) or why_untrusted(entry))
-        except OSError:  # of a directory that cannot be searched, or of an entry that has gone
-            return False
+        """True if `get` would find the kernel. Nothing is read: it may prove damaged."""
+        with contextlib.suppress(OSError):
+            require_trusted(self._entry(made_of)[0] / OBJECT)
+            return True
+        return False
 
     def _entry(self, made_of: dict[str, str]) -> tuple[Path, str]:
-        """(the directory that such a kernel is kept in, what it is made of as text)."""
+        """Return the directory that such a kernel is kept in, and what it is made of as text."""
         text = json.dumps(made_of, indent=1, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return self.directory / f"{made_of['kernel']}-{digest}", text
 
-    def _make_directory(self) -> None:
-        """For this user alone, and so are those above it that are not there, whatever the umask."""
-        for directory in (*reversed(self.directory.parents), self.directory):
-            directory.mkdir(mode=0o700, exist_ok=True)
-
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """A lock that all who use this directory share. Raises OSError: it cannot be had there, or
-        others could hold it for ever."""
-        self._make_directory()
-        if why := why_untrusted(self.directory):
-            raise OSError(why)
-        # Not filelock's: where the file system has no locks, old versions of it wait for ever, new
-        # ones for a process that was killed on another host.
-        file = os.open(self.directory / f"lock-{name}", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file, too
-        finally:
-            os.close(file)
+        """Make the directory and hold a lock that all who use it share, if there are locks.
+
+        Raises OSError: nothing can be stored in the directory, or others could have written to it.
+        """
+        for directory in (*reversed(self.directory.parents), self.directory):
+            directory.mkdir(mode=0o755, exist_ok=True)  # not for others to write
+        require_trusted(self.directory)
+        if not os.access(self.directory, os.W_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, "cannot be written", str(self.directory))
+        path, flags = self.directory / f"lock-{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with contextlib.ExitStack() as held:
+            # Not filelock's: where the file system has no locks, old versions of it wait for ever,
+            # new ones for a process that was killed on another host.
+            with contextlib.suppress(OSError):  # no locks here, or another user's file
+                file = os.open(path, flags, 0o600)
+                held.callback(os.close, file)
+                # Who can read a file can hold its lock for ever.
+                if not _why_untrusted(os.fstat(file), stat.S_IROTH | stat.S_IWOTH):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a fork may have the file
+            yield
 
     def entries(self) -> list[CachedKernel]:
-        """What is kept, the last used first."""
+        """Return what is kept, the last used first."""
         found = []
         for path in self._named(ENTRY):
             try:
@@ -161,13 +154,14 @@ class KernelCache:
 
     def trim(self, limit: int = LIMIT_BYTES) -> list[CachedKernel]:
         """Remove the entries used longest ago until the rest fits, and what killed processes left;
-        return them."""
+        return the entries that are gone."""
         removed, total = [], 0
         for entry in self.entries():
             total += entry.size
             if total > limit:
                 shutil.rmtree(entry.path, ignore_errors=True)
-                removed.append(entry)
+                if not entry.path.exists():
+                    removed.append(entry)
         for draft in self._named(DRAFT):
             try:
                 abandoned = time.time() - draft.stat().st_mtime > STALE_SECONDS
@@ -178,32 +172,34 @@ class KernelCache:
         return removed
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        """The directories with such a name. A symbolic link is none: what it names is elsewhere."""
+        """Return the directories with such a name, but no symbolic link to one elsewhere."""
         paths = self.directory.iterdir() if self.directory.is_dir() else ()
         return [p for p in paths if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
     def _read(self, entry: Path) -> Any | None:
-        """The function in an entry; one that is damaged or cannot be loaded is dropped."""
+        """Return the function in an entry; None if there is none, or a damaged one.
+
+        Raises OSError: others could have written the entry, or it cannot be read.
+        """
         kernel, digest = entry / OBJECT, entry / DIGEST
         try:
-            foreign = why_untrusted(kernel) or why_untrusted(digest)
-            if foreign:
-                _warn(f"{foreign}: the kernel is compiled anew")
-            expected = "" if foreign else digest.read_text("ascii")
-            if hashlib.sha256(kernel.read_bytes()).hexdigest() == expected:
-                with contextlib.suppress(OSError):
-                    os.utime(digest)  # when it was last used
-                try:
-                    return self._load(kernel)
-                except Exception as error:  # the loader's own, of many types
-                    _warn(f"{kernel} cannot be loaded ({type(error).__name__}): compiled anew")
-        except (OSError, UnicodeDecodeError):
-            pass
-        shutil.rmtree(entry, ignore_errors=True)
-        return None
+            require_trusted(kernel)
+            found = hashlib.sha256(kernel.read_bytes()).hexdigest()
+            if found.encode() != digest.read_bytes():
+                return None
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(OSError):  # in a directory that can only be read
+            os.utime(digest)  # when it was last used
+        try:
+            return self._load(kernel)
+        except Exception as error:  # the loader's own, of many types
+            why = f"cannot be loaded ({type(error).__name__})"
+            self._warn(why, f"{kernel} {why}: compiled anew")
+            return None
 
     def _store(self, function: Any, entry: Path, made_of: str) -> None:
-        """Put a function where `_read` finds it."""
+        """Put a function where `_read` finds it, for others to read as the umask says."""
         draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=self.directory))
         try:
             self._export(function, draft / OBJECT)
@@ -211,36 +207,46 @@ class KernelCache:
             (draft / DIGEST).write_text(hashlib.sha256(content).hexdigest(), encoding="ascii")
             (draft / DESCRIPTION).write_text(made_of, encoding="utf-8")
             for path in draft.iterdir():
-                path.chmod(0o600)
+                path.chmod(path.stat().st_mode & 0o755)
+            draft.chmod(0o755)  # after its files: nobody else has opened one of them for writing
+            shutil.rmtree(entry, ignore_errors=True)  # a damaged one
             os.rename(draft, entry)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         self.trim()
 
+    def _warn(self, cause: str | None, message: str) -> None:
+        """Warn once in a process of one cause, for the first of its kernels."""
+        if (self.directory, cause) not in _said:
+            _said.add((self.directory, cause))
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-def why_untrusted(path: Path) -> str | None:
-    """Why another user may have made or changed this path, naming what it is about; None if not.
 
-    The directories above it count as well: who can write to one of them can put another in its
-    place, unless its sticky bit (/tmp) forbids that.
+def require_trusted(path: Path) -> None:
+    """Raise a PermissionError if others could have made or changed this path, an OSError if it is
+    not there.
+
+    Of the path, of each directory above it, and of each symbolic link and what it names, the owner
+    is this user or root, and nobody else can write to it but the groups of this process. In a
+    directory with a sticky bit (/tmp) others can write, but not replace what is not theirs.
     """
-    user = os.geteuid()
-    status = path.lstat()
-    if status.st_uid != user:
-        return f"{path} belongs to another user (uid {status.st_uid})"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
-        return f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
-    for parent in path.resolve().parents:
-        status = parent.stat()
-        replaceable = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-        if replaceable or status.st_uid not in (user, 0):
-            return f"{path} lies in {parent}, which other users can write to"
+    path.stat()  # raises if it is missing, or a link that leads to itself
+    for step in (*reversed(path.absolute().parents), path.absolute()):
+        status = step.lstat()
+        if why := _why_untrusted(status, stat.S_IWOTH):
+            raise PermissionError(errno.EACCES, why, str(step))
+        if stat.S_ISLNK(status.st_mode):
+            require_trusted(step.parent / step.readlink())
+
+
+def _why_untrusted(status: os.stat_result, rights: int) -> str | None:
+    """Return why others have made this or have one of these rights to it, such as S_IWOTH."""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {status.st_uid})"
+    if status.st_gid not in (os.getegid(), *os.getgroups()):
+        rights |= rights << 3  # the group's
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if status.st_mode & rights and not sticky and not stat.S_ISLNK(status.st_mode):
+        mode = stat.S_IMODE(status.st_mode)
+        return f"can be written by other users (mode {mode:o}, gid {status.st_gid})"
     return None
-
-
-def _warn(message: str) -> None:
-    warnings.warn(
-        f"{message}; set {CACHE_VARIABLE} to a directory of your own",
-        RuntimeWarning,
-        stacklevel=2,
-    )

@@ -128,7 +128,7 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
 
 
 def is_kept(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> bool:
-    """Whether `compiled` would find the function on disk."""
+    """True if `compiled` would find the function on disk."""
     directory = cache_dir()
     return directory is not None and KernelCache(directory).has(
         made_of(kernel, parameters, arguments, arch)
