@@ -4,9 +4,12 @@ import importlib
 import importlib.metadata
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import cutlass
 import pytest
 import torch
+from cuda.bindings import driver
 from moe_fp8 import kernels
 from moe_fp8.integrations import served
 
@@ -43,9 +46,16 @@ def test_the_entry_points(engine, group):
 
 
 @pytest.mark.parametrize(
-    ("capability", "served_here"), [((9, 0), True), ((8, 0), False), ((10, 0), False)]
+    ("capability", "rocm", "served_here"),
+    [
+        ((9, 0), None, True),
+        ((9, 0), "6.4", False),  # AMD's gfx90a
+        ((8, 0), None, False),
+        ((10, 0), None, False),
+    ],
 )
-def test_the_gpus_that_are_served(capability, served_here, monkeypatch):
+def test_the_gpus_that_are_served(capability, rocm, served_here, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert served.on_hopper() == served_here
@@ -71,6 +81,31 @@ def test_why_not_here(monkeypatch):
     monkeypatch.delitem(sys.modules, "moe_fp8.kernels.dsl")
     monkeypatch.delattr(kernels, "dsl")
     assert served.why_not_here() == "needs nvidia-cutlass-dsl >= 4.6.2, < 4.9, found 0.1.9"
+
+
+@pytest.mark.parametrize(
+    ("asked", "toolkit", "why"),
+    [
+        ((0, 12080), 13, "a driver for CUDA 12.8: expected CUDA 13 or newer, for which the "
+                         "installed CuTe DSL compiles"),
+        ((0, 13000), 13, ""),
+        ((0, 13010), 12, ""),
+        ((0, 12080), None, ""),  # a DSL that does not say
+        ((999, None), 13, ""),
+        (None, 13, ""),
+    ],
+)  # fmt: skip
+def test_a_driver_older_than_what_the_kernels_are_compiled_for(asked, toolkit, why, monkeypatch):
+    def ask():
+        if asked is None:
+            raise RuntimeError("no driver")
+        return asked
+
+    version = toolkit and SimpleNamespace(major=toolkit)
+    monkeypatch.setattr(cutlass, "CUDA_VERSION", version, raising=False)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", ask)
+    monkeypatch.setattr(served, "on_hopper", lambda: True)
+    assert served.why_not_here() == why
 
 
 def test_versions():

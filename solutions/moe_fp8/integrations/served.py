@@ -40,14 +40,33 @@ def older_than(found: str, oldest: str) -> bool:
 
 
 def why_not_here() -> str:
-    """What of this machine the kernels do not run on, empty if they run."""
+    """Return why the kernels do not run on this machine, empty if they run."""
     if not on_hopper():
         return "no Hopper GPU"
     try:
         from ..kernels import dsl  # noqa: F401
+
+        return why_not_this_driver()
     except ImportError as error:  # says which version of what is needed
         return str(error)
-    return ""
+
+
+def why_not_this_driver() -> str:
+    """Return what is wrong with the GPU's driver, empty if nothing is or it cannot be asked."""
+    import cutlass
+    from cuda.bindings import driver
+
+    toolkit = getattr(cutlass, "CUDA_VERSION", None)
+    try:
+        _, found = driver.cuDriverGetVersion()  # 12080 is CUDA 12.8
+    except RuntimeError:  # there is none
+        found = None
+    if not found or toolkit is None or toolkit.major <= found // 1000:
+        return ""
+    return (
+        f"a driver for CUDA {found // 1000}.{found % 1000 // 10}: "
+        f"expected CUDA {toolkit.major} or newer, for which the installed CuTe DSL compiles"
+    )
 
 
 def on_hopper() -> bool:
