@@ -97,7 +97,9 @@ def problem() -> tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]:
     return Weights(E, H, WIDTH), x, logits, 7 + 0.1 * torch.rand(E, generator=generator)
 
 
-def modular(weights, x, topk_weights, ids, expert_map=None, **changes: Any) -> torch.Tensor:
+def modular(
+    weights, x, topk_weights, ids, expert_map=None, weighted_inputs=False, **changes: Any
+) -> torch.Tensor:
     config = config_of(**changes)
     kernel = mk.FusedMoEKernel(
         MoEPrepareAndFinalizeNoDPEPModular(),
@@ -105,7 +107,7 @@ def modular(weights, x, topk_weights, ids, expert_map=None, **changes: Any) -> t
     )
     return kernel.apply(
         x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
-        global_num_experts=E, expert_map=expert_map, apply_router_weight_on_input=False,
+        global_num_experts=E, expert_map=expert_map, apply_router_weight_on_input=weighted_inputs,
         shared_experts=None, shared_experts_input=None,
     )  # fmt: skip
 
@@ -207,7 +209,7 @@ def quantised(monkeypatch):
 
 
 def exchanged(
-    weights, x, topk_weights, ids, made=None, arrive=AsDeepEp, **changes: Any
+    weights, x, topk_weights, ids, made=None, arrive=AsDeepEp, weighted_inputs=False, **changes: Any
 ) -> torch.Tensor:
     config = config_of(moe_parallel_config=EXCHANGED, **changes)
     made = made or vllm_experts.BatchedExperts(
@@ -216,9 +218,20 @@ def exchanged(
     kernel = mk.FusedMoEKernel(arrive(40, E, 1, 0), made)
     return kernel.apply(
         x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
-        global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
+        global_num_experts=E, expert_map=None, apply_router_weight_on_input=weighted_inputs,
         shared_experts=None, shared_experts_input=None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [modular, exchanged])
+def test_weights_on_the_inputs(call, problem, quantised):
+    """vLLM multiplies the tokens itself, so that experts apply no weights: Llama 4, Laguna."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = (given[:, :1].contiguous() for given in grouped_topk(x, logits, bias))
+    weighted = x * topk_weights.to(x.dtype)
+    out = call(weights, x.clone(), topk_weights, ids, weighted_inputs=True, experts_per_token=1)
+    wanted = layer(weighted, ids, torch.ones_like(topk_weights), weights)
+    assert calc_diff(out, wanted) < 1e-3
 
 
 def test_batched(problem, quantised):
@@ -274,9 +287,17 @@ WHY_NOT = [
     ({"experts_per_token": 32}, KEYS, "top_k=32"),
     ({"num_experts": 1056, "num_local_experts": 1056, "num_logical_experts": 1056}, KEYS,
      "num_experts=1056: expected at most 1024"),
-    ({"routing_method": RoutingMethodType.Llama4}, KEYS, "routing method"),
     ({"moe_backend": "triton"}, KEYS, "--moe-backend triton is asked for"),
     ({}, (kFp8Static128BlockSym, None), "quantization scheme"),
+    *(
+        ({"moe_parallel_config": dataclasses.replace(EXCHANGED, all2all_backend=exchange)}, KEYS,
+         f"tokens are exchanged between ranks by {exchange}")
+        for exchange in ("flashinfer_all2allv", "flashinfer_nvlink_two_sided",
+                         "flashinfer_nvlink_one_sided", "moonep", "one of the future")
+    ),
+    ({"moe_parallel_config": dataclasses.replace(
+        EXCHANGED, use_ep=False, dp_size=1, all2all_backend="passthrough")}, KEYS,
+     "exchanged between ranks by passthrough"),
 ]  # fmt: skip
 
 
@@ -450,17 +471,6 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
     monkeypatch.setenv(plugin.VARIABLE, "accurate")
     accurate = modular(weights, x, topk_weights, ids)
     assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
-
-
-def test_weights_on_the_inputs_are_refused(problem):
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
-    made = vllm_experts.Experts(config_of(), quant_config_of(weights))
-    with pytest.raises(ValueError, match="^apply_router_weight_on_input: .*set MOE_FP8_VLLM=0"):
-        made.apply(
-            torch.empty_like(x), x, weights.w13, weights.w2, topk_weights, ids,
-            MoEActivation.SILU, E, None, None, None, x, x, None, True,
-        )  # fmt: skip
 
 
 def test_an_older_vllm_is_refused_in_one_line(monkeypatch, said):

@@ -6,7 +6,6 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
@@ -20,6 +19,16 @@ from ..compile_ahead import prepare
 from ..functional import batched_experts, experts
 from .served import accurate, why_not_here, why_refused
 from .vllm import VARIABLE
+
+EXCHANGES = (
+    "allgather_reducescatter",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "deepep_v2",
+    "nixl_ep",
+)
+"""Those between ranks whose tokens arrive as the classes take them. FlashInfer's were never tried;
+after MoonEP and with passthrough they lie otherwise."""
 
 
 class Experts(mk.FusedMoEExpertsModular):
@@ -84,12 +93,6 @@ class Experts(mk.FusedMoEExpertsModular):
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
 
-    @staticmethod
-    def _supports_routing_method(
-        routing_method: Any, weight_key: Any = None, activation_key: Any = None
-    ) -> bool:
-        return routing_method != RoutingMethodType.Llama4  # whose weights are those of its inputs
-
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceNoOP()
 
@@ -103,8 +106,8 @@ class Experts(mk.FusedMoEExpertsModular):
         global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
         expert_tokens_meta, apply_router_weight_on_input,
     ):  # fmt: skip
-        if apply_router_weight_on_input:
-            raise ValueError(f"apply_router_weight_on_input: expected False, set {VARIABLE}=0")
+        if apply_router_weight_on_input:  # vLLM has multiplied the tokens before they came here
+            topk_weights = torch.ones_like(topk_weights)
         call = (
             topk_ids.contiguous(), topk_weights.contiguous(), hidden_states,
             w1, self.w1_scale, w2, self.w2_scale,
@@ -177,9 +180,14 @@ def expected_tokens(num_experts: int, top_k: int) -> int | None:
 
 
 def why_not(config: Any) -> str:
-    """What of a layer is not served, of what vLLM does not ask about; empty if it is."""
+    """Return what of a layer is not served that vLLM does not ask about, empty if all is."""
+    parallel = config.moe_parallel_config
+    exchange = parallel.all2all_backend
     if config.moe_backend != "auto":
         return f"--moe-backend {config.moe_backend} is asked for"
+    # In passthrough vLLM's experts exchange tokens themselves.
+    if exchange == "passthrough" or parallel.use_all2all_kernels and exchange not in EXCHANGES:
+        return f"tokens are exchanged between ranks by {exchange}"
     if config.has_bias:
         return "experts with a bias"
     if config.in_dtype != torch.bfloat16:
