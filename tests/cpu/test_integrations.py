@@ -1,40 +1,51 @@
 """The plugins of serving engines where none is installed; with them: tests/engines."""
 
+import abc
 import importlib
 import importlib.metadata
+import logging
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 import pytest
 import torch
 from cuda.bindings import driver
 from moe_fp8 import kernels
+from moe_fp8.closure import import_closure
 from moe_fp8.integrations import served
+from moe_fp8.integrations import sglang as sglang_plugin
+from moe_fp8.integrations import vllm as vllm_plugin
 
 from scripts.common.project import ROOT
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 
 
-@pytest.mark.parametrize("engine", GROUPS)
-def test_off_unless_it_is_asked_for(engine, monkeypatch):
-    """Then nothing of the engine is imported, which need not be here."""
-    plugin = importlib.import_module(f"moe_fp8.integrations.{engine}")
+@pytest.mark.parametrize(
+    ("plugin", "variable"), [(vllm_plugin, served.VLLM), (sglang_plugin, served.SGLANG)]
+)
+def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
+    """Then nothing of the engine is imported, which need not be here; else one line says so."""
+    engine = plugin.__name__.rpartition(".")[2]
     monkeypatch.setitem(sys.modules, engine, None)  # importing it is an ImportError
     for value in (None, "", "0"):
-        monkeypatch.delenv(plugin.VARIABLE, raising=False)
+        monkeypatch.delenv(variable, raising=False)
         if value is not None:
-            monkeypatch.setenv(plugin.VARIABLE, value)
+            monkeypatch.setenv(variable, value)
         plugin.register()
+    assert not caplog.records
     for value in ("1", "accurate"):
-        monkeypatch.setenv(plugin.VARIABLE, value)
-        assert served.accurate(plugin.VARIABLE) == (value == "accurate")
-        with pytest.raises(ImportError):
-            plugin.register()
-    monkeypatch.setenv(plugin.VARIABLE, "on")
-    with pytest.raises(ValueError, match=f"^{plugin.VARIABLE}='on': expected 1"):
+        monkeypatch.setenv(variable, value)
+        assert served.accurate(variable) == (value == "accurate")
+        sglang_plugin.say.cache_clear()
+        plugin.register()
+        assert caplog.text.count(f"moe_fp8 is off: {engine} of an unknown version lacks ") == 1
+        caplog.clear()
+    monkeypatch.setenv(variable, "on")
+    with pytest.raises(ValueError, match=f"^{variable}='on': expected 1"):
         plugin.register()
 
 
@@ -108,12 +119,113 @@ def test_a_driver_older_than_what_the_kernels_are_compiled_for(asked, toolkit, w
     assert served.why_not_here() == why
 
 
-def test_versions():
-    for found in ("0.23.0", "0.9", "0.23.1.dev5+gabc"):
-        assert served.older_than(found, "0.24")
-    for found in ("0.24.0", "0.24", "0.24.0rc1", "0.33.1.dev5+gabc", "1.0"):
-        assert not served.older_than(found, "0.24")
-    assert served.older_than("0.5.18", "0.5.19") and not served.older_than("0.5.19", "0.5.19")
+def test_what_an_engine_lacks(monkeypatch):
+    class Fields(NamedTuple):
+        x: int
+        y: int
+        more: int = 0
+
+    def function(a, b, *, c=1):
+        pass
+
+    engine = ModuleType("an_engine")
+    engine.Fields, engine.function = Fields, function
+    monkeypatch.setitem(sys.modules, "an_engine", engine)
+    monkeypatch.setitem(sys.modules, "an_engine.gone", None)
+    for name, names in [
+        ("function", "a b"), ("Fields", "x y"), ("Fields", "* y"), ("Fields.more", ""),
+    ]:  # fmt: skip
+        assert served.lacking({f"an_engine:{name}": names}) == []
+    for name, names, entry in [
+        ("function", "b a", "function(b a)"),
+        ("function", "a", "function(a)"),  # b has no default
+        ("Fields", "* x z", "Fields(* x z)"),
+        ("Fields.z", "", "Fields.z"),
+        ("other", "", "other"),
+        ("__name__", "a", "__name__(a)"),
+    ]:
+        assert served.lacking({f"an_engine:{name}": names}) == [f"an_engine.{entry}"]
+    assert served.lacking({"an_engine.gone:function": ""}) == ["an_engine.gone.function"]
+
+
+def test_what_a_base_class_of_an_engine_has_otherwise():
+    class Base(abc.ABC):
+        def same(self, a, b=0):
+            return a
+
+        def other(self, a, b):
+            return a
+
+        value = property(lambda self: 1)
+
+        def no_property(self):
+            return 1
+
+        @abc.abstractmethod
+        def wanted(self):
+            return 1
+
+    class Ours(Base):
+        def same(self, a, b):
+            return b
+
+        def other(self, a):
+            return a
+
+        def gone(self):
+            return 1
+
+        value = property(lambda self: 2)
+        no_property = property(lambda self: 2)
+
+    found = served.overridden_otherwise(Ours, Base)
+    assert found == ["Base.gone", "Base.no_property", "Base.other", "Base.wanted"]
+
+
+@pytest.mark.parametrize("version", ["dev", "0.1.dev20073+g8e685d198", "0.26.0"])
+def test_a_version_is_named_and_no_reason(version, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    assert served.why_off("vllm", "0.28", lambda: []) == ""
+    assert served.why_off("vllm", "0.28", lambda: ["a", "b", "c", "d", "e"]) == (
+        f"moe_fp8 is off: vllm {version} lacks what it needs: a, b, c and 2 more; it was tried "
+        "with 0.28"
+    )
+
+    def fail():
+        raise RuntimeError("broken")
+
+    assert "lacks what it needs: RuntimeError: broken; it" in served.why_off("vllm", "0.28", fail)
+
+
+def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):
+    """One that asks of vLLM or SGLang what they no longer have."""
+
+    def theirs(config, weight_key, activation_key):
+        return config, "theirs"
+
+    for name in GROUPS:
+        monkeypatch.setitem(sys.modules, name, None)
+    logger = logging.getLogger("vllm.moe_fp8")
+    selection = vllm_plugin.Selection(theirs, logger, "TRITON", SimpleNamespace())
+    assert selection(1, weight_key=2, activation_key=3) == (1, "theirs")
+    why = "'types.SimpleNamespace' object has no attribute 'sizes'"
+    assert f"does not serve a layer: AttributeError: {why}; vLLM's kernel does" in caplog.text
+    weight = torch.empty(1, 256, 128, dtype=torch.float8_e4m3fn)
+    layer = SimpleNamespace(w13_weight=weight, w2_weight=weight)
+    config, method = SimpleNamespace(num_experts=1, top_k=1), SimpleNamespace(runner="theirs")
+    sglang_plugin.say.cache_clear()
+    sglang_plugin.create_moe_runner(lambda *_: None, method, layer, config)
+    assert method.runner == "theirs"
+    assert "top 1, 128 x 128: ModuleNotFoundError: " in caplog.text
+
+
+def test_no_module_imports_one_that_imports_it():
+    package = ROOT / "solutions" / "moe_fp8"
+    modules = [*(package / "integrations").glob("*.py")]
+    reach = {module: {*import_closure(module, package)} for module in modules}
+    inits = {module for module in modules if module.name == "__init__.py"}
+    for one in {*modules} - inits:
+        assert not [other for other in reach[one] & {*modules} - {one} if one in reach[other]]
 
 
 def test_importing_a_plugin_imports_no_engine():

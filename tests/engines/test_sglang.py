@@ -1,6 +1,7 @@
 """SGLang's runner with our core, and its FP8 method after our hooks."""
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,17 @@ from reference import Weights, layer, peer_of_a_sweep
 
 engine("sglang.srt.layers.moe.moe_runner")
 from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.layers.moe import moe_runner  # noqa: E402
 from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher import deepep  # noqa: E402
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher.standard import (  # noqa: E402
+    StandardCombineInput,
+    StandardDispatchOutput,
+)
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
@@ -39,11 +44,11 @@ def registered(monkeypatch):
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(runners, "_CUSTOM_RUNNER_CORE_FACTORIES", {})
     monkeypatch.setattr(moe_utils, "_REGISTERED_MOE_RUNNER_BACKEND_NAMES", set())
-    for name in ("create_moe_runner", "apply"):  # put back what the hooks replace
-        monkeypatch.setattr(Fp8MoEMethod, name, vars(Fp8MoEMethod)[name])
+    for name in ("create_moe_runner", "process_weights_after_loading", "apply"):
+        monkeypatch.setattr(Fp8MoEMethod, name, vars(Fp8MoEMethod)[name])  # what hooks replace
     plugin.register()
     assert not HookRegistry._hooks, "off unless it is asked for"
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setenv(served.SGLANG, "1")
     monkeypatch.setattr(served, "on_hopper", lambda: True)
     plugin.say.cache_clear()
     plugin.register()
@@ -137,7 +142,8 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
 
     monkeypatch.setattr(plugin, "experts", noted)
     call = of.w13, of.w13_scale, of.w2, of.w2_scale
-    out = plugin.of_standard(given._replace(topk_output=other), call, config_of(), set())
+    other_given = given._replace(topk_output=other)
+    out = plugin.of_standard(other_given, call, config_of(), set(), StandardCombineInput)
     assert types == [(torch.int32, torch.float32)]
     reference = wanted(given._replace(topk_output=other._replace(topk_ids=ids)), of, 2.5)
     assert calc_diff(out.hidden_states, reference) < 1e-3
@@ -198,6 +204,7 @@ def test_a_limit_is_that_of_sglangs_own_activation(changes, activation, register
         ({**OAI, "gemm1_beta": 0.5}, "gemm1_beta=0.5"),
         ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0: expected a positive number"),
         ({"no_combine": True}, "not weighted and summed"),
+        ({"apply_router_weight_on_input": True}, "not weighted and summed"),
         ({"params_dtype": torch.float16}, "tokens of torch.float16"),
         ({"top_k": 32}, "top_k=32: expected 1..31"),
     ],
@@ -304,12 +311,52 @@ def test_a_kernel_that_is_asked_for_stays(registered, monkeypatch, caplog):
     assert "--moe-runner-backend deep_gemm is asked for" in caplog.text
 
 
-def test_weights_of_another_kind(registered, caplog):
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("w13_weight_scale_inv", torch.ones(1).bfloat16(), "scales that are neither float32 nor"),
+        ("w13_weight_bias", torch.zeros(1), "experts with a bias"),
+    ],
+)
+def test_weights_of_another_kind(name, value, why, registered, caplog):
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    module.w13_weight_scale_inv = module.w13_weight_scale_inv.bfloat16()
+    setattr(module, name, value)
     method.create_moe_runner(module, config_of())
-    assert "scales that are neither float32 nor" in caplog.text
-    assert method.runner.runner_backend.is_triton()
+    assert why in caplog.text and method.runner.runner_backend.is_triton()
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_weights_that_are_fp8_once_they_are_loaded(converted, registered, caplog):
+    """SGLANG_DSV4_FP4_DEQUANT: as SGLang converts them, which then decides."""
+    generator = torch.Generator().manual_seed(4)
+
+    def fp4(*size: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Two values a byte, and a power of two for each 32."""
+        packed = torch.randint(-128, 128, (*size[:2], size[2] // 2), generator=generator)
+        scale = 2.0 ** torch.randint(-6, 0, (*size[:2], size[2] // 32), generator=generator)
+        return tuple(
+            torch.nn.Parameter(t, requires_grad=False) for t in (packed.to(torch.int8), scale)
+        )
+
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    method.is_fp4_expert, method.dequant_fp4_to_fp8 = True, converted
+    method.use_mxfp8 = method.convert_mxfp8_to_block = False
+    of = Weights.__new__(Weights)
+    module.w13_weight, module.w13_weight_scale_inv = fp4(LOCAL, 2 * WIDTH, H)
+    module.w2_weight, module.w2_weight_scale_inv = fp4(LOCAL, H, WIDTH)
+    method.create_moe_runner(module, config_of())
+    assert not caplog.records and method.runner.runner_backend.is_triton()
+    with caplog.at_level(logging.INFO, plugin.__name__):
+        for _ in range(2):
+            method.process_weights_after_loading(module)
+    assert caplog.text.count("moe_fp8 serves layers") == converted
+    assert caplog.text.count("weights of torch.int8; SGLang's") == (not converted)
+    if converted:
+        of.w13, of.w13_scale = module.w13_weight.data, module.w13_weight_scale_inv.data
+        of.w2, of.w2_scale = module.w2_weight.data, module.w2_weight_scale_inv.data
+        given = tokens(local_ids())
+        out = method.apply(module, given).hidden_states
+        assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
@@ -324,7 +371,7 @@ def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
     method, module = method_and_layer(of)
     method.create_moe_runner(module, config_of())
     fast = method.apply(module, given).hidden_states
-    monkeypatch.setenv(plugin.VARIABLE, "accurate")
+    monkeypatch.setenv(served.SGLANG, "accurate")
     found = method.apply(module, given).hidden_states
     reference = wanted(given, of, 2.5)
     assert calc_diff(found, reference) < 1e-5 < calc_diff(fast, reference)
@@ -350,15 +397,43 @@ def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
         assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
 
 
-def test_an_older_sglang_is_refused_in_one_line(monkeypatch, caplog):
-    monkeypatch.setenv(plugin.VARIABLE, "1")
-    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.5.18")
-    before = dict(HookRegistry._hooks)
-    plugin.register()
+@pytest.mark.parametrize("path", plugin.NEEDED)
+def test_an_sglang_that_lacks_what_is_needed_is_left_alone(path, monkeypatch, caplog):
+    """Whatever its version calls itself; nothing is half registered."""
+    resolve_name = served.pkgutil.resolve_name
+
+    def changed(name: str) -> Any:
+        if name == path:
+            raise AttributeError(name)
+        return resolve_name(name)
+
+    monkeypatch.setenv(served.SGLANG, "1")
+    monkeypatch.setattr(served.pkgutil, "resolve_name", changed)
+    before = dict(HookRegistry._hooks), dict(runners._CUSTOM_RUNNER_CORE_FACTORIES)
     plugin.say.cache_clear()
+    plugin.register()
     (record,) = caplog.records
-    assert record.getMessage() == "moe_fp8 needs SGLang 0.5.19 or newer, found 0.5.18: it is off"
-    assert dict(HookRegistry._hooks) == before
+    assert re.match(
+        rf"moe_fp8 is off: sglang .* lacks what it needs: {re.escape(path.replace(':', '.'))}",
+        record.getMessage(),
+    )
+    assert (dict(HookRegistry._hooks), dict(runners._CUSTOM_RUNNER_CORE_FACTORIES)) == before
+
+
+@pytest.mark.parametrize("broken", ["MoeRunner", "prepare", "sizes"])
+def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
+    broken, registered, monkeypatch, caplog
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    create, made = vars(Fp8MoEMethod)["create_moe_runner"], moe_runner.MoeRunner
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(moe_runner if broken == "MoeRunner" else plugin, broken, fail)
+    create(method, module, config_of())
+    assert isinstance(method.runner, made) and method.runner.runner_backend.is_triton()
+    assert "does not serve" in caplog.text and "RuntimeError: broken; SGLang's" in caplog.text
 
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import logging
 import re
 import sys
@@ -324,14 +323,14 @@ def said():
 def selection(monkeypatch):
     """vLLM's choice, after the plugin was registered twice."""
 
-    def theirs(*arguments):
-        return "theirs", None
+    def theirs(config, weight_key, activation_key, allow_vllm_cutlass=False):
+        return "theirs", allow_vllm_cutlass
 
     for module in QUANTISERS:
         monkeypatch.setattr(module, plugin.SELECT, theirs)
     plugin.register()
     assert {getattr(module, plugin.SELECT) for module in QUANTISERS} == {theirs}, "off by default"
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setenv(served.VLLM, "1")
     monkeypatch.setitem(sys.modules, "blocked", None)  # so that its import fails
     plugin.register()
     plugin.register()
@@ -381,7 +380,7 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
     backend, chosen = selection(config_of(moe_parallel_config=parallel), *KEYS)
     assert (backend.name, chosen) == ("TRITON", getattr(vllm_experts, ours))
     assert not chosen.expects_unquantized_inputs.fget(SimpleNamespace(
-        moe_config=config_of(moe_parallel_config=parallel)
+        given_config=config_of(moe_parallel_config=parallel)
     ))  # fmt: skip
     refused = config_of(moe_parallel_config=parallel, has_bias=True, experts_per_token=5)
     assert selection(refused, *KEYS)[0] == "theirs"
@@ -451,16 +450,7 @@ def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypa
 def test_a_row_for_each_of_a_tokens_experts_is_scheduled_too():
     parallel = dataclasses.replace(EXCHANGED, use_ep=True, dp_size=2, all2all_backend="deepep_v2")
     config = config_of(moe_parallel_config=parallel, max_num_tokens=1024)
-    made = vllm_experts.Experts.__new__(vllm_experts.Experts)
-    made.moe_config = config
-    assert made.most_tokens == 2 * 1024 * K
-
-
-@pytest.mark.parametrize("experts", [vllm_experts.Experts, vllm_experts.BatchedExperts])
-def test_experts_can_be_made_anew_when_ranks_come_or_go(experts):
-    """As Elastic EP does, which compares the names of what they are made of."""
-    names = inspect.signature(experts.__init__).parameters
-    assert {*names} == {*inspect.signature(mk.FusedMoEExperts.__init__).parameters}
+    assert vllm_experts.most_tokens(config) == 2 * 1024 * K
 
 
 def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
@@ -468,22 +458,76 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
     topk_weights, ids = grouped_topk(x, logits, bias)
     wanted = layer(x, ids, topk_weights, weights)
     fast = modular(weights, x, topk_weights, ids)
-    monkeypatch.setenv(plugin.VARIABLE, "accurate")
+    monkeypatch.setenv(served.VLLM, "accurate")
     accurate = modular(weights, x, topk_weights, ids)
     assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
 
 
-def test_an_older_vllm_is_refused_in_one_line(monkeypatch, said):
-    theirs = engine_fp8.select_fp8_moe_backend
-    monkeypatch.setenv(plugin.VARIABLE, "1")
-    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: "0.26.0")
+def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, said):
+    """Its arguments reach vLLM's function as they came."""
+    assert selection(None, *KEYS, True) == ("theirs", True)
+    found = selection(config=None, weight_key=KEYS[0], activation_key=KEYS[1])
+    assert found == ("theirs", False)
+    (line,) = said
+    assert "does not serve a layer: AttributeError: 'NoneType' object has no attribute" in line
+
+
+def as_a_class(monkeypatch):
+    """An oracle that became a class."""
+    for module in QUANTISERS:
+        monkeypatch.delattr(module, plugin.SELECT)
+
+
+def with_a_parameter(monkeypatch):
+    def select(layer, config, weight_key, activation_key):
+        return "theirs", None
+
+    monkeypatch.setattr(oracle, plugin.SELECT, select)
+
+
+def with_other_experts(monkeypatch):
+    monkeypatch.setattr(mk.FusedMoEExpertsModular, "apply", lambda self, output, tokens: None)
+
+
+def without(path: str):
+    def change(monkeypatch):
+        resolve_name = served.pkgutil.resolve_name
+
+        def changed(name: str) -> Any:
+            if name == path:
+                raise AttributeError(name)
+            return resolve_name(name)
+
+        monkeypatch.setattr(served.pkgutil, "resolve_name", changed)
+
+    return change
+
+
+SELECTS = f"{plugin.MOE}.oracle.fp8.{plugin.SELECT}(config weight_key activation_key)"
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        (as_a_class, SELECTS),
+        (with_a_parameter, SELECTS),
+        (with_other_experts, "FusedMoEExpertsModular.apply"),
+        *((without(path), path.replace(":", ".")) for path in plugin.NEEDED),
+    ],
+)
+def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, said):
+    """Whatever its version calls itself, and in one line."""
+    monkeypatch.setenv(served.VLLM, "1")
+    change(monkeypatch)
+    before = [getattr(module, plugin.SELECT, None) for module in QUANTISERS]
     plugin.register()
-    assert said == ["moe_fp8 needs vLLM 0.28 or newer, found 0.26.0: it serves nothing"]
-    assert engine_fp8.select_fp8_moe_backend is theirs
+    (line,) = said
+    assert re.match(rf"moe_fp8 is off: vllm .* lacks what it needs: {re.escape(lacks)}", line)
+    assert [getattr(module, plugin.SELECT, None) for module in QUANTISERS] == before
 
 
 def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
-    monkeypatch.setenv(plugin.VARIABLE, "yes")
+    monkeypatch.setenv(served.VLLM, "yes")
     with pytest.raises(ValueError, match="MOE_FP8_VLLM='yes': expected 1"):
         plugin.register()
 

@@ -3,13 +3,14 @@
 Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG` is `1`, or
 `accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer that SGLang
 would run by Triton or DeepGEMM gets a runner of ours, where tokens are not exchanged between ranks
-or by DeepEP; for one that is not served SGLang's own stays, and the log says why. Weights are used
-as loaded.
+or by DeepEP; for one that is not served SGLang's own stays, and the log says why. So it does for
+every layer of an SGLang that lacks what the plugin needs. Weights are used as loaded.
 """
 
 import functools
-import importlib.metadata
 import logging
+import pkgutil
+import weakref
 from typing import Any
 
 import torch
@@ -18,35 +19,77 @@ from ..compile_ahead import prepare
 from ..functional import batched_experts, experts
 from .served import (
     BLOCK_SHAPE,
+    SGLANG,
     accurate,
     asked_for,
     described,
-    older_than,
+    in_words,
+    lacking,
     why_not_here,
+    why_off,
     why_refused,
 )
 
-VARIABLE = "MOE_FP8_SGLANG"
-OLDEST = "0.5.19"
+TRIED = "0.5.19 to 0.5.23"
 BACKEND = "moe_fp8"
-METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
+MOE = "sglang.srt.layers.moe"
+METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
+DISPATCHER = f"{MOE}.token_dispatcher"
+SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
+"""The fields that tokens sent by DeepEP begin with."""
+NEEDED = {
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type",
+    "sglang.srt.plugins.hook_registry:HookType.AROUND": "",
+    f"{MOE}.moe_runner:MoeRunner": "runner_backend config",
+    f"{MOE}.moe_runner:MoeRunner.run": "self dispatch_output quant_info",
+    f"{MOE}.moe_runner:MoeRunnerConfig": "* routed_scaling_factor num_experts",
+    f"{MOE}.moe_runner:register_moe_runner_core": "backend_name factory",
+    f"{MOE}.moe_runner.base:DispatchMoeRunnerCore": "config",
+    f"{MOE}.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch": (
+        "self dispatch_output quant_info runner_config hooks"
+    ),
+    f"{MOE}.moe_runner.triton:TritonMoeQuantInfo": "* w13_weight w13_scale w2_weight w2_scale",
+    f"{MOE}.topk:StandardTopKOutput": "topk_weights topk_ids router_logits",
+    f"{MOE}.utils:RegisteredMoeRunnerBackend": "value",
+    f"{MOE}.utils:resolve_moe_runner_backend": "backend",
+    f"{DISPATCHER}.base:DispatchOutputFormat.STANDARD": "",
+    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_NORMAL": "",
+    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_LL": "",
+    f"{DISPATCHER}.standard:StandardDispatchOutput": "* hidden_states topk_output",
+    f"{DISPATCHER}.standard:StandardCombineInput": "hidden_states",
+    f"{DISPATCHER}.deepep:DeepEPNormalDispatchOutput": f"{SENT} num_recv_tokens_per_expert",
+    f"{DISPATCHER}.deepep:DeepEPNormalCombineInput": "hidden_states topk_ids topk_weights",
+    f"{DISPATCHER}.deepep:DeepEPLLDispatchOutput": f"{SENT} masked_m expected_m",
+    f"{DISPATCHER}.deepep:DeepEPLLCombineInput": "hidden_states topk_ids topk_weights",
+    f"{METHOD}.create_moe_runner": "self layer moe_runner_config",
+    f"{METHOD}.process_weights_after_loading": "self layer",
+    f"{METHOD}.apply": "self layer dispatch_output",
+    f"{METHOD}.get_triton_quant_info": "self layer",
+}
+"""The names of SGLang that are used to register, and after a layer was chosen (`lacking`)."""
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """What SGLang calls once in each of its processes, before it builds a model."""
-    if not asked_for(VARIABLE):
-        return
-    found = importlib.metadata.version("sglang")
-    if older_than(found, OLDEST):
-        say(logging.WARNING, f"moe_fp8 needs SGLang {OLDEST} or newer, found {found}: it is off")
-        return
-    from sglang.srt.layers.moe.moe_runner import register_moe_runner_core
+    """Hook ours into SGLang, which calls this once in each of its processes, before it builds a
+    model."""
+    if asked_for(SGLANG) and (why := why_off("sglang", TRIED, attach)):
+        say(logging.WARNING, why)
+
+
+def attach() -> list[str]:
+    """Return what SGLang lacks; where it has all, register the runner and the hooks."""
+    if lacks := lacking(NEEDED):
+        return lacks
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig, register_moe_runner_core
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    runner_core(MoeRunnerConfig())  # raises where its base asks for more
     register_moe_runner_core(BACKEND, runner_core)
-    HookRegistry.register(f"{METHOD}.create_moe_runner", create_moe_runner, HookType.AROUND)
-    HookRegistry.register(f"{METHOD}.apply", apply, HookType.AROUND)
+    for hook in (create_moe_runner, process_weights_after_loading, apply):
+        target = f"{METHOD.replace(':', '.')}.{hook.__name__}"
+        HookRegistry.register(target, hook, HookType.AROUND)
+    return []
 
 
 @functools.cache  # a line a geometry, not one a layer
@@ -55,7 +98,7 @@ def say(level: int, text: str) -> None:
 
 
 def runner_core(config: Any) -> Any:
-    """What SGLang's `MoeRunner` runs."""
+    """The core that SGLang's `MoeRunner` runs."""
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
@@ -63,6 +106,10 @@ def runner_core(config: Any) -> Any:
         def __init__(self, config):
             super().__init__(config)
             self.prepared: set[Any] = set()
+            self.formats = {
+                name: (run, pkgutil.resolve_name(f"{DISPATCHER}.{combined}"))
+                for name, (run, combined) in OF_FORMAT.items()
+            }
 
         @property
         def runner_backend(self) -> Any:
@@ -71,62 +118,62 @@ def runner_core(config: Any) -> Any:
         def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None):
             info = quant_info
             weights = info.w13_weight, info.w13_scale, info.w2_weight, info.w2_scale
-            run = OF_FORMAT[dispatch_output.format.value]
-            return run(dispatch_output, weights, runner_config, self.prepared)
+            run, combined = self.formats[dispatch_output.format.value]
+            return run(dispatch_output, weights, runner_config, self.prepared, combined)
 
     return Core(config)
 
 
-def of_standard(dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any]) -> Any:
-    """Of a rank's own tokens."""
-    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
-
+def of_standard(
+    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+) -> Any:
+    """Run the experts on a rank's own tokens."""
     weights, ids, *_ = dispatched.topk_output
     # A model's own routing may give other types; those that are prepared are these.
     weights, ids = weights.float(), ids.to(torch.int32)
     if config.routed_scaling_factor not in (None, 1.0):
         weights = weights * config.routed_scaling_factor
     call = ids.contiguous(), weights.contiguous(), dispatched.hidden_states, *expert_weights
-    return StandardCombineInput(hidden_states=experts(*call, **options_of_experts(config)))
+    return combined(hidden_states=experts(*call, **options_of_experts(config)))
 
 
-def of_deepep(dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any]) -> Any:
-    """Of tokens that other ranks have sent here by DeepEP, which adds up the ranks' parts.
+def of_deepep(
+    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+) -> Any:
+    """Run the experts on tokens that other ranks have sent by DeepEP, which adds the ranks' parts.
 
     The factor of the routing is the model's to apply, here and below.
     """
-    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPNormalCombineInput
-
-    x, scale, ids, weights, _ = dispatched
+    x, scale, ids, weights, *_ = dispatched
     call = ids.contiguous(), weights.contiguous(), x, *expert_weights
     options = options_of_experts(config) | {"x_scale": None if scale is None else scale.t()}
     out = run_prepared(prepared, experts, call, options)
-    return DeepEPNormalCombineInput(out, ids, weights)
+    return combined(out, ids, weights)
 
 
-def of_low_latency(dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any]) -> Any:
-    """Of tokens that DeepEP has brought to their experts, and whose outputs it weights."""
-    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLCombineInput
-
-    x, scale, ids, weights, counts, expected_m = dispatched
+def of_low_latency(
+    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+) -> Any:
+    """Run the experts on tokens that DeepEP has brought to them, and whose outputs it weights."""
+    x, scale, ids, weights, counts, expected_m, *_ = dispatched
     options = {"x_scale": scale, "expected_m": max(1, expected_m), **options_of(config)}
     out = run_prepared(prepared, batched_experts, (x, counts, *expert_weights), options)
-    return DeepEPLLCombineInput(out, ids, weights)
+    return combined(out, ids, weights)
 
 
 OF_FORMAT = {
-    "standard": of_standard,
-    "deepep_normal": of_deepep,
-    "deepep_ll": of_low_latency,
+    "standard": (of_standard, "standard:StandardCombineInput"),
+    "deepep_normal": (of_deepep, "deepep:DeepEPNormalCombineInput"),
+    "deepep_ll": (of_low_latency, "deepep:DeepEPLLCombineInput"),
 }
-"""What runs, by the format in which SGLang hands tokens over."""
+"""The functions, and what SGLang takes back, by the format in which it hands tokens over."""
 
 
 def run_prepared(
     prepared: set[Any], function: Any, call: tuple[torch.Tensor, ...], options: dict[str, Any]
 ) -> torch.Tensor:
-    """The call, and before the first one that has tokens the kernels of all. SGLang makes one that
-    is not captured before those that are."""
+    """Make a call, and before the first one that has tokens make the kernels of all. SGLang makes
+    one call that is not captured before those that are."""
     if function not in prepared and all(tensor.numel() for tensor in call):
         prepare(function, *call, **options)
         prepared.add(function)
@@ -134,7 +181,7 @@ def run_prepared(
 
 
 def is_lora_enabled() -> bool:
-    """Whether SGLang will give layers adapters, which it does after it has made their runners."""
+    """True if SGLang will give layers adapters, which it does after it has made their runners."""
     from sglang.srt.runtime_context import get_lora
 
     try:
@@ -144,7 +191,7 @@ def is_lora_enabled() -> bool:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    return {"accurate": accurate(VARIABLE), **activation_of(config)}
+    return {"accurate": accurate(SGLANG), **activation_of(config)}
 
 
 def options_of_experts(config: Any) -> dict[str, Any]:
@@ -152,26 +199,60 @@ def options_of_experts(config: Any) -> dict[str, Any]:
     return {"num_experts": config.num_experts, **options_of(config)}
 
 
-def create_moe_runner(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> None:
-    """Around `Fp8MoEMethod.create_moe_runner`, whose parameters have these names: another runner
-    where the layer is served."""
+postponed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""SGLang's methods whose weights are not FP8 before they are loaded, with their layers' configs."""
+
+
+def create_moe_runner(
+    original: Any, method: Any, layer: Any, moe_runner_config: Any, *more: Any, **named: Any
+) -> Any:
+    """Around `Fp8MoEMethod.create_moe_runner`, whose parameters have these names, as below: choose
+    the runner, or postpone the choice."""
+    made = original(method, layer, moe_runner_config, *more, **named)
+    choose(method, layer, moe_runner_config, loaded=False)
+    return made
+
+
+def process_weights_after_loading(
+    original: Any, method: Any, layer: Any, *more: Any, **named: Any
+) -> Any:
+    """Around the method of this name, which may convert weights: FP4 to FP8, for example."""
+    done = original(method, layer, *more, **named)
+    if (config := postponed.pop(method, None)) is not None:
+        choose(method, layer, config, loaded=True)
+    return done
+
+
+def choose(method: Any, layer: Any, config: Any, loaded: bool) -> None:
+    """Give a layer that is served another runner, and say so."""
+    layers = "a layer"
+    try:
+        if not loaded and layer.w13_weight.dtype is not torch.float8_e4m3fn:
+            postponed[method] = config
+            return
+        layers = described(*sizes(layer, config))
+        if not (why := why_not(method, layer, config)):
+            change_runner(method, layer, config)
+    except Exception as error:  # a changed SGLang's or ours: SGLang starts, and its log names it
+        why = in_words(error)
+    if why:
+        say(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
+    else:
+        say(logging.INFO, f"moe_fp8 serves {layers}")
+
+
+def change_runner(method: Any, layer: Any, config: Any) -> None:
     from sglang.srt.layers.moe.moe_runner import MoeRunner
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
 
-    config = moe_runner_config
-    original(method, layer, config)
-    why, layers = why_not(method, layer, config), described(*sizes(layer, config))
-    if why:
-        say(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
-        return
-    say(logging.INFO, f"moe_fp8 serves {layers}")
-    method.runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
+    runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
     if layer.w13_weight.is_cuda and get_moe_a2a_backend().is_none():
         prepare(experts, *one_token(layer, config), **options_of_experts(config))
+    method.runner = runner
 
 
 def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a call, as SGLang will have them."""
+    """The tensors of a call with one token, as SGLang will have them."""
     new, hidden = layer.w13_weight.new_empty, layer.w13_weight.shape[2]
     return (
         new((1, config.top_k), dtype=torch.int32),
@@ -189,16 +270,18 @@ def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
     return number, local, hidden, layer.w2_weight.shape[2], config.top_k
 
 
-def apply(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+def apply(
+    original: Any, method: Any, layer: Any, dispatch_output: Any, *more: Any, **named: Any
+) -> Any:
     """Around `Fp8MoEMethod.apply`, which knows no runner but SGLang's own."""
     runner = getattr(method, "runner", None)
     if runner is None or runner.runner_backend.value != BACKEND:
-        return original(method, layer, dispatch_output)
+        return original(method, layer, dispatch_output, *more, **named)
     return runner.run(dispatch_output, method.get_triton_quant_info(layer))
 
 
 def why_not(method: Any, layer: Any, config: Any) -> str:
-    """What of a layer is not served, empty if it is."""
+    """Return what of a layer is not served, empty if it is."""
     from sglang.srt.layers.moe.utils import (
         get_moe_a2a_backend,
         get_moe_runner_backend,
@@ -241,7 +324,7 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
 
 
 def why_no_swiglu(config: Any) -> str:
-    """What of a layer's activation is not served, empty if it is."""
+    """Return what of a layer's activation is not served, empty if it is."""
     if config.activation != "silu" or not config.is_gated:
         return "an activation other than SwiGLU"
     alpha, beta = config.gemm1_alpha, config.gemm1_beta

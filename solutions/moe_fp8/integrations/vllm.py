@@ -4,67 +4,100 @@ Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8
 `accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer for which no
 `--moe-backend` is asked for is offered to the class `Experts`, or `BatchedExperts` where DeepEP's
 low-latency mode or NIXL exchanges the tokens; one that it does not serve gets vLLM's own kernel,
-and vLLM's log says why. Weights are used as loaded.
+and vLLM's log says why. So does every layer of a vLLM that lacks what the plugin needs: no change
+of vLLM ends its start. Weights are used as loaded.
 """
 
 import functools
-import importlib.metadata
+import inspect
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from .served import asked_for, described, older_than
+from .served import (
+    VLLM,
+    asked_for,
+    described,
+    in_words,
+    lacking,
+    overridden_otherwise,
+    why_off,
+)
 
-VARIABLE = "MOE_FP8_VLLM"
-OLDEST = "0.28"
+TRIED = "0.28 to 0.33"
+LOGGER = "vllm.moe_fp8"
+"""vLLM shows what is logged below its own name."""
 SELECT = "select_fp8_moe_backend"
 """vLLM's function that chooses a layer's kernel. What quantises imports it by name."""
+MOE = "vllm.model_executor.layers.fused_moe"
+NEEDED = {
+    "vllm.logger:init_logger": "name",
+    f"{MOE}.oracle.fp8:{SELECT}": "config weight_key activation_key",
+    f"{MOE}.oracle.fp8:Fp8MoeBackend.TRITON": "",
+    f"vllm.model_executor.layers.quantization.fp8:{SELECT}": "",
+    f"{MOE}.config:FusedMoEConfig": "* moe_parallel_config max_num_tokens experts_per_token",
+    f"{MOE}.config:FusedMoEParallelConfig": "* dp_size",
+    f"{MOE}.config:FusedMoEParallelConfig.use_all2all_kernels": "",
+    f"{MOE}.config:FusedMoEParallelConfig.use_deepep_v2_kernels": "",
+    f"{MOE}.modular_kernel:ExpertTokensMetadata": "* expert_num_tokens",
+    f"{MOE}.modular_kernel:FusedMoEExpertsModular.w1_scale": "",
+    f"{MOE}.modular_kernel:FusedMoEExpertsModular.w2_scale": "",
+    "vllm.forward_context:ForwardContext": "* dp_metadata",
+    "vllm.forward_context:DPMetadata": "* num_tokens_across_dp_cpu",
+}
+"""The names of vLLM that are used after a layer was chosen, or to choose it (`lacking`)."""
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, maybe several times in one."""
-    if not asked_for(VARIABLE):
-        return
-    from vllm.logger import init_logger
+    """Put ours before vLLM's choice of a kernel. vLLM calls this in each of its processes, maybe
+    several times in one."""
+    if asked_for(VLLM) and (why := why_off("vllm", TRIED, attach)):
+        logging.getLogger(LOGGER).warning(why)
 
-    logger = init_logger("vllm.moe_fp8")  # vLLM shows what is logged below its own name
-    found = importlib.metadata.version("vllm")
-    if older_than(found, OLDEST):
-        logger.warning("moe_fp8 needs vLLM %s or newer, found %s: it serves nothing", OLDEST, found)
-        return
+
+def attach() -> list[str]:
+    """Return what vLLM lacks; where it has all, replace its choice wherever it was imported."""
+    if lacks := lacking(NEEDED):
+        return lacks
+    from vllm.logger import init_logger
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 
+    from . import vllm_experts
+
+    for made in (vllm_experts.Experts, vllm_experts.BatchedExperts):
+        lacks += overridden_otherwise(made, vllm_experts.Experts.__base__)
     theirs = getattr(oracle, SELECT)
-    if not isinstance(theirs, Selection):
-        ours = Selection(theirs, logger)
+    if not lacks and not isinstance(theirs, Selection):
+        backend = oracle.Fp8MoeBackend.TRITON  # whose weights stay as they were loaded
+        ours = Selection(theirs, init_logger(LOGGER), backend, vllm_experts)
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # None blocks an import
                 setattr(module, SELECT, ours)
+    return lacks
 
 
 class Selection:
     """vLLM's choice of a kernel class for a layer, with ours before it."""
 
-    def __init__(self, others: Callable[..., Any], logger: Any):
+    def __init__(self, others: Callable[..., Any], logger: Any, backend: Any, classes: Any):
         functools.update_wrapper(self, others)
-        self.others, self.logger = others, logger
+        self.others, self.backend, self.classes = others, backend, classes
+        self.say = getattr(logger, "info_once", logger.info)
+        self.warn = getattr(logger, "warning_once", logger.warning)
 
-    def __call__(
-        self, config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False
-    ) -> Any:
-        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
-        from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-
-        from .vllm_experts import BatchedExperts, Experts, sizes
-
-        ours, asked_for = Experts, FusedMoEActivationFormat.Standard
-        if config.moe_parallel_config.use_batched_activation_format:
-            ours, asked_for = BatchedExperts, FusedMoEActivationFormat.BatchedExperts
-        serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, asked_for)
-        layers = described(*sizes(config))
-        if serves:
-            self.logger.info_once("moe_fp8 serves %s", layers)
-            # The backend whose weights stay as they were loaded.
-            return Fp8MoeBackend.TRITON, ours
-        self.logger.warning_once("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
-        return self.others(config, weight_key, activation_key, allow_vllm_cutlass)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Return the backend and the class that runs a layer. The parameters are vLLM's own."""
+        layers, chosen = "a layer", None
+        try:
+            call = inspect.signature(self.others).bind(*arguments, **named).arguments
+            config = call["config"]
+            layers = described(*self.classes.sizes(config))
+            chosen, why = self.classes.choose(config, call["weight_key"], call["activation_key"])
+        except Exception as error:  # a changed vLLM's or ours: vLLM starts, and its log names it
+            why = in_words(error)
+        if chosen is None:
+            self.warn("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
+            return self.others(*arguments, **named)
+        self.say("moe_fp8 serves %s", layers)
+        return self.backend, chosen

@@ -17,8 +17,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from ..compile_ahead import prepare
 from ..functional import batched_experts, experts
-from .served import accurate, why_not_here, why_refused
-from .vllm import VARIABLE
+from .served import VLLM, accurate, why_not_here, why_refused
 
 EXCHANGES = (
     "allgather_reducescatter",
@@ -46,14 +45,15 @@ class Experts(mk.FusedMoEExpertsModular):
         num_dispatchers: int | None = None,
     ):  # the same names as the base's, by which vLLM makes experts anew when ranks come or go
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
-        self.options = {"accurate": accurate(VARIABLE), **activation_of(self.moe_config)}
+        self.given_config = moe_config
+        self.options = {"accurate": accurate(VLLM), **activation_of(moe_config)}
         self.is_prepared = False
 
     @staticmethod
     def is_supported_config(
         cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
     ) -> tuple[bool, str | None]:
-        """(whether a layer is served, why not)."""
+        """Return True if a layer is served, else False and why not."""
         arguments = moe_config, weight_key, activation_key, activation_format
         serves, why = mk.FusedMoEExpertsModular.is_supported_config(cls, *arguments)
         if serves:
@@ -62,8 +62,8 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Unless tokens are exchanged between ranks, which FP8 halves."""
-        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+        """False where tokens are exchanged between ranks, which FP8 halves."""
+        return not self.given_config.moe_parallel_config.use_all2all_kernels
 
     @staticmethod
     def activation_format() -> Any:
@@ -121,18 +121,9 @@ class Experts(mk.FusedMoEExpertsModular):
         }
         if not self.is_prepared:
             # vLLM makes a first call, with its real tensors, while it loads: the profiling run.
-            prepare(experts, *call, **options, tokens=self.most_tokens)
+            prepare(experts, *call, **options, tokens=most_tokens(self.given_config))
             self.is_prepared = True
         experts(*call, **options)
-
-    @property
-    def most_tokens(self) -> int:
-        """That one call may have: those of all ranks that exchange them."""
-        parallel = self.moe_config.moe_parallel_config
-        most = self.moe_config.max_num_tokens * parallel.dp_size
-        # DeepEP's second version may hand over a row for each of a token's experts.
-        by_expert = parallel.use_deepep_v2_kernels
-        return most * self.moe_config.experts_per_token if by_expert else most
 
 
 class BatchedExperts(Experts):
@@ -170,13 +161,30 @@ class BatchedExperts(Experts):
         batched_experts(*call, **options)
 
 
+def most_tokens(config: Any) -> int:
+    """The tokens that one call may have: those of all ranks that exchange them."""
+    parallel = config.moe_parallel_config
+    most = config.max_num_tokens * parallel.dp_size
+    # DeepEP's second version may hand over a row for each of a token's experts.
+    return most * config.experts_per_token if parallel.use_deepep_v2_kernels else most
+
+
 def expected_tokens(num_experts: int, top_k: int) -> int | None:
-    """Of an expert in this step, as far as the host knows how many tokens all ranks have."""
+    """The tokens of an expert in this step, where the host knows how many all ranks have."""
     metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
     if metadata is None:
         return None
     pairs = int(metadata.num_tokens_across_dp_cpu.sum()) * top_k
     return max(1, -(-pairs // num_experts))
+
+
+def choose(config: Any, weight_key: Any, activation_key: Any) -> tuple[type[Experts] | None, str]:
+    """Return the class that serves a layer, or None and why none does."""
+    ours, form = Experts, mk.FusedMoEActivationFormat.Standard
+    if config.moe_parallel_config.use_batched_activation_format:
+        ours, form = BatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
+    serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, form)
+    return (ours, "") if serves else (None, why or "")
 
 
 def why_not(config: Any) -> str:
