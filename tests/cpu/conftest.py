@@ -35,8 +35,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path: Path) -> None:
-    """What a test builds is not another's."""
+    """What a test builds or draws is not another's."""
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

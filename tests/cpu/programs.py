@@ -60,10 +60,12 @@ def call(program: str, *arguments: str | Path) -> Done:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, or does within seconds: init has to collect it first."""
-    for _ in range(50):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
+    """True if a process has ended, or does within a minute: init has to collect it first."""
+    for _ in range(600):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.1)
     return False

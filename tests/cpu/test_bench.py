@@ -203,7 +203,7 @@ def test_each_workload_is_kept_at_once_with_what_it_is_of(gpu) -> None:
     assert info["peers"] == {"x": False, "theirs": True}
     assert info["solutions"] == {"x": gpu.ours[0].hash()}
     first, second = (line for line in done.stderr.splitlines() if "elapsed" in line)
-    assert first.startswith("[1/2] T=1 (uuid-1-0): 1 solutions   elapsed 0.0 s")
+    assert re.fullmatch(r"\[1/2\] T=1 \(uuid-1-0\): 1 solutions   elapsed [\d.]+ s", first)
     assert second.startswith("[2/2] T=7 (uuid-7-1)") and "remaining about" in second
     assert "not run: 1 workloads (T=14)" in done.stderr
     assert "x: PASSED 5.00x 1.0000 ms" in done.stderr
@@ -917,7 +917,7 @@ from scripts.measure import bench, emulated
 
 def evaluate(solution, call):
     Path(sys.argv[1], str(os.getpid())).touch()
-    time.sleep(120)
+    time.sleep(900)
 
 def main():
     solutions = [small.solution(str(i)) for i in range(4)]
@@ -942,7 +942,7 @@ def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path
     while not (started := list(tmp_path.iterdir())) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(60) == status
+    assert process.wait(600) == status
     assert started and all(gone(int(path.name)) for path in tmp_path.iterdir())
 
 

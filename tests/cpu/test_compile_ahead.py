@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -189,11 +191,11 @@ def test_the_program_of_the_processes(geometries, tmp_path):
 
 
 SLEEPING = """
-import time
+import os, time
 from moe_fp8 import compile_ahead
 from moe_fp8.kernels import operations
 compile_ahead.cores = lambda: 2
-operations.compile_fused = lambda name: print(name, flush=True) or time.sleep(1000)
+operations.compile_fused = lambda name: os.write(1, name) and time.sleep(1000)
 compile_ahead.main()
 """
 
@@ -201,12 +203,14 @@ compile_ahead.main()
 def test_where_the_pool_is_killed_its_workers_end():
     """As `subprocess.run` kills it where `prepare` is interrupted."""
     env = {**os.environ, "PYTHONPATH": str(compile_ahead.PARENT)}
-    pool = subprocess.Popen([sys.executable, "-c", SLEEPING], stdin=PIPE, stdout=PIPE, env=env)
-    assert pool.stdin and pool.stdout
-    pool.stdin.write(pickle.dumps([("first",), ("second",)]))
-    pool.stdin.close()
-    said = {pool.stdout.readline(), pool.stdout.readline()}
-    pool.kill()
-    assert said == {b"first\n", b"second\n"}
-    assert pool.stdout.read() == b"", "it is closed when the last one has ended"
-    pool.wait()
+    command, own = [sys.executable, "-c", SLEEPING], {"env": env, "start_new_session": True}
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, **own) as pool:
+        assert pool.stdin and pool.stdout
+        pool.stdin.write(pickle.dumps([(b"1",), (b"2",)]))
+        pool.stdin.close()
+        said = pool.stdout.read(2)  # a byte of each: lines of two processes may mix
+        pool.kill()
+        closed, _, _ = select.select([pool.stdout], [], [], 100)
+        os.killpg(pool.pid, signal.SIGKILL)
+    assert sorted(said) == [*b"12"]
+    assert closed, "it is closed when the last one has ended"

@@ -33,7 +33,7 @@ def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
     program = [sys.executable, "examples/expert_parallel.py", "--check", "--cpu", *arguments]
     path = f"{ROOT / 'solutions'}:{ROOT}:{more_path}"
     env = {"PYTHONPATH": path, "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=1800, env=env)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def alone(tmp_path, monkeypatch):
 def one_of_a_world(rank: int, of_rank: Callable, ranks: int, folder: str, *arguments: Any) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(STAND_INS))
-    store, patience = dist.FileStore(f"{folder}/store", ranks), timedelta(seconds=60)
+    store, patience = dist.FileStore(f"{folder}/store", ranks), timedelta(minutes=10)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=patience)
     of_rank(rank, ranks, *arguments)
     dist.destroy_process_group()

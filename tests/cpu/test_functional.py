@@ -272,7 +272,7 @@ def test_the_module_of_the_examples_keeps_the_bias_as_it_is(monkeypatch):
 def test_examples(name):
     done = subprocess.run(
         [sys.executable, f"examples/{name}.py"], cwd=ROOT, capture_output=True, text=True,
-        timeout=300, env={"PYTHONPATH": "solutions", "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=1800, env={"PYTHONPATH": "solutions", "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     cosines = [float(x) for x in re.findall(r"\d\.\d{6}", done.stdout)]

@@ -34,7 +34,8 @@ def note(
 ) -> Step:
     """A step that appends its name to a file, prints it and ends."""
     code = f"open({str(directory / 'order.txt')!r}, 'a').write({name + ' '!r}); print({name!r}); "
-    code += "import sys, time; " + "time.sleep(600); " * hangs
+    hang = f"open(f'{directory}/{{os.getpid()}}', 'w').write('hangs'); time.sleep(600); "
+    code += "import os, sys, time; " + hang * hangs
     return Step(name, python(f"{code}sys.exit({int(fails)})"), gate)
 
 
@@ -47,6 +48,26 @@ def directory(tmp_path: Path) -> Path:
     made = tmp_path / "record-gpu"
     made.mkdir()
     return made
+
+
+LIMIT_S = 2.0
+
+
+@pytest.fixture
+def limit(directory: Path, monkeypatch) -> None:
+    """LIMIT_S is over once a step has written to the file of its pid, on a slow machine as on a
+    fast one."""
+
+    class Limited(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout == LIMIT_S and self.poll() is None:
+                written = directory / str(self.pid)
+                if written.exists() and written.read_text():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Limited)
 
 
 FAILS, HANGS, GATE = "fails", "hangs", "gate"
@@ -65,14 +86,14 @@ FAILS, HANGS, GATE = "fails", "hangs", "gate"
     ],
 )  # fmt: skip
 def test_steps_run_in_order_and_only_a_gate_that_has_not_passed_stops_the_next(
-    chosen, statuses, ended, said, directory: Path, capfd, monkeypatch
+    chosen, statuses, ended, said, directory: Path, limit, capfd, monkeypatch
 ) -> None:
     """steps.json and the archive say so."""
     monkeypatch.setattr(record, "PATIENCE_S", 1.0)  # where Ctrl-C is ignored, as behind nohup
     steps = [
         note(directory, name, FAILS in of, GATE in of, HANGS in of) for name, of in chosen.items()
     ]
-    assert record.record(steps, directory, 2.0, hardware="GPU") == ended
+    assert record.record(steps, directory, LIMIT_S, hardware="GPU") == ended
     names = list(chosen)[: len(statuses)]
     assert (directory / "order.txt").read_text().split() == names
     with tarfile.open(f"{directory}.tar.gz") as packed:
@@ -107,17 +128,20 @@ def test_the_archive_holds_everything(directory: Path) -> None:
     assert not list(directory.parent.glob(".*"))
 
 
-def test_a_step_that_hangs_is_ended_with_what_it_started(directory: Path, monkeypatch) -> None:
+def test_a_step_that_hangs_is_ended_with_what_it_started(
+    directory: Path, limit, monkeypatch
+) -> None:
     """A child that would outlive its parent, as a worker that holds the GPU's memory does; neither
     heeds Ctrl-C."""
-    pid = directory / "pid"
-    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    child = f"import os, time; open(f'{directory}/{{os.getppid()}}', 'w').write(str(os.getpid())); "
+    child += "time.sleep(600)"
     code = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     code += f"subprocess.run([sys.executable, '-c', {child!r}])"
     monkeypatch.setattr(record, "PATIENCE_S", 0.2)
     chosen = [Step("hangs", python(code)), note(directory, "next")]
-    assert record.record(chosen, directory, 2.0) == EXIT_FAILED
+    assert record.record(chosen, directory, LIMIT_S) == EXIT_FAILED
     assert [s["status"] for s in said_in(directory)["steps"]] == ["ended after 2.0 s", 0]
+    (pid,) = directory.glob("[0-9]*")
     assert gone(int(pid.read_text()))
 
 
@@ -171,8 +195,8 @@ def test_only_some_steps(tmp_path: Path, monkeypatch) -> None:
 STEP = """
 import subprocess, time
 child = subprocess.Popen(["sleep", "600"])
-print("child", child.pid, flush=True)
 try:
+    print("child", child.pid, flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("keeps what it has", flush=True)
@@ -193,12 +217,12 @@ def test_what_ends_it_packs_what_there_is(number, status: int, directory: Path) 
     )
     process = subprocess.Popen(python(code), env=run.environment(), stderr=subprocess.DEVNULL)
     log = directory / "logs" / "b.log"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (log.is_file() and (found := re.search(r"^child (\d+)\n", log.read_text(), re.M))):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(60) == status
+    assert process.wait(600) == status
     assert found and gone(int(found[1])) and "\nkeeps what it has\n" in log.read_text()
     assert said_in(directory)["interrupted"]
     assert [s["status"] for s in said_in(directory)["steps"]] == [0, "interrupted"]

@@ -383,8 +383,8 @@ LASTING = """
 import pathlib, time
 
 def test_lasts():
-    pathlib.Path({ready!r}).touch()
     try:
+        pathlib.Path({ready!r}).touch()
         time.sleep(600)
     finally:
         pathlib.Path({cleaned!r}).touch()
