@@ -12,8 +12,6 @@ rank that has all experts, and those of two streams with those of one; exit stat
 """
 
 import argparse
-import os
-import socket
 import statistics
 import sys
 from functools import partial
@@ -85,17 +83,18 @@ def on_streams(calls: list[Any], streams: list[Any]) -> list[torch.Tensor]:
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     """All of one rank; the first one prints, and exits with 1 if an output is wrong."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = dist.TCPStore("127.0.0.1", port)
+    group: dict[str, Any] = {"rank": rank, "world_size": ranks, "store": store}
     experts, h, i = REDUCED if args.cpu else DEEPSEEK_V3
     if args.cpu:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+        dist.init_process_group("gloo", **group)
     else:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         backends = "cpu:gloo,cuda:nccl"  # on the CPU the ranks agree without a wait for the GPU
-        dist.init_process_group(backends, rank=rank, world_size=ranks, device_id=device)
+        dist.init_process_group(backends, **group, device_id=device)
     local = experts // ranks
     mine = experts_of(rank * local, local, h, i, device)
     bias = torch.zeros(experts, dtype=torch.bfloat16, device=device)
@@ -164,12 +163,11 @@ def main() -> None:
         arguments.error(f"--ranks {ranks}: there are {gpus} GPUs")
     if ranks < 1 or experts % ranks:
         arguments.error(f"--ranks {ranks}: expected a divisor of {experts} experts")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Where the ranks find each other, at a free port that nobody can take meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = "CPU, reference model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
     print(f"{ranks} ranks ({where}{', DeepEP' * args.deep_ep}), {experts} experts", flush=True)
-    given = ranks, port, args
+    given = ranks, store.port, args
     torch.multiprocessing.start_processes(work, given, ranks, start_method="spawn")
 
 
