@@ -315,7 +315,7 @@ PHASES = {
     "ruff check": "ruff check .",
     "ruff format": "ruff format --check .",
     "mypy": "mypy",
-    "emulated tests": "tests/emulated",
+    "emulated tests": "tests/emulated emulator/tests",
     "GPU tests": "tests/gpu",
     "CPU tests": "tests/cpu",
 }
@@ -345,7 +345,7 @@ def test_a_failed_phase_fails_the_test_command(
     assert re.findall("^=== (.*[a-z])$", shown.out, re.MULTILINE) == list(PHASES)
     commands = [" ".join(command) for (command,), _ in status_of.call_args_list]
     for command, expected in zip(commands, PHASES.values(), strict=True):
-        assert command.startswith("python bench,dev -m ") and expected in command
+        assert command.startswith("python bench,dev -m ") and command.endswith(f" {expected}")
         assert ("--all" in command) == (arguments != [] and "pytest" in command)
     # pytest's own last line stays the last one where nothing failed.
     assert ("=== CPU tests:" in shown.out) == ("CPU tests" in failed)
