@@ -286,6 +286,7 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
 
 def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> None:
     monkeypatch.setattr(gemm, "WORKERS", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
     gemm.compile_ahead(math.factorial, [3, -1, 4])
     said = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
@@ -293,6 +294,7 @@ def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> No
 
 def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
     monkeypatch.setattr(gemm, "WORKERS", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
 
     def interrupted(futures: list[Future]) -> list[Future]:
         while not any(future.running() for future in futures):
