@@ -6,11 +6,14 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from moe_fp8.compile_ahead import end_with_parent
+
 from scripts.common.command_line import leave_ending_to_parent
 
 
 def _begin(begin: Callable[..., None] | None, *arguments: Any) -> None:
     leave_ending_to_parent()
+    end_with_parent()  # which SIGKILL may end, or a signal while it imports
     if begin is not None:
         begin(*arguments)
 

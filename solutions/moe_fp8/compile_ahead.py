@@ -178,8 +178,7 @@ def main() -> None:
 
 
 def end_with_parent() -> None:
-    """Of a worker: where `prepare` is interrupted, its pool is killed, and it would wait for work
-    for ever."""
+    """Let a worker end where the process of its pool is killed: it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -932,7 +932,7 @@ command_line.run_main(main)
 """
 
 
-@pytest.mark.parametrize(("number", "status"), SIGNALS)
+@pytest.mark.parametrize(("number", "status"), [*SIGNALS, (signal.SIGKILL, -9)])
 def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path: Path) -> None:
     """They are forked from one without the DSL, before whose import the emulator must be in
     place."""
