@@ -23,6 +23,8 @@ from scripts.common import environment, schemas
 from scripts.common.command_line import UsageError, say
 
 FILE = "rows.jsonl"
+BEGINNINGS = (b'{"id": ', b'{"of": ', b'{"definition":')
+"""Of the lines that are written: measurements, rows, traces."""
 TIMES, BITS, ROOFLINE = "times", "bits", "roofline"
 """The measurements that follow a run of the benchmark, of its pairs, solutions and workloads."""
 ACCURACY = ("cosine", "calc_diff", "matched_ratios", "inputs_changed")
@@ -150,12 +152,18 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
+def _is_cut_short(line: bytes) -> bool:
+    """True if a line without an end is the first part of one that is written here."""
+    begins = any(line[: len(own)] == own[: len(line)] for own in BEGINNINGS)
+    return begins and not _is_json(line)
+
+
 def json_lines(path: Path) -> list[tuple[int, bytes]]:
     """The file's lines that are not empty, by number, without a last one that was cut short."""
     *lines, last = path.read_bytes().split(b"\n")
-    if _is_json(last):  # only its end of line is missing
+    if not _is_cut_short(last):
         lines.append(last)
-    elif last.strip():
+    elif last:
         say(f"{path}: the last line is cut short and left out")
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -187,7 +195,8 @@ def read(path: Path) -> Rows:
 
 
 class Writer:
-    """A measurement under way: rows are kept as they come, in a file too if there is one."""
+    """A measurement under way: rows are kept as they come, in a file too if there is one. Raises
+    UsageError where the file holds something else: nothing is added to it."""
 
     def __init__(
         self, name: str, hardware: str, method: str, path: Path | None = None, **more: Any
@@ -204,6 +213,7 @@ class Writer:
             **more,
         }
         if path is not None:
+            read(path)
             append(path, [self.measurement])
 
     @property
@@ -216,8 +226,7 @@ class Writer:
         row = {key: _finite(value) for key, value in row.items() if value is not None}
         self.rows.append(row)
         if self.path is not None:
-            with self.path.open("ab") as file:
-                file.write(_line(row))
+            append(self.path, [row])
         return row
 
 
@@ -225,12 +234,14 @@ def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
     """Add lines to a file that may not be there yet; what a write cut short left is taken away."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        file.seek(0)
-        last = file.read().rpartition(b"\n")[2]
-        if _is_json(last):  # only its end of line is missing
-            file.write(b"\n")
-        else:
-            file.truncate(file.tell() - len(last))
+        file.seek(max(file.tell() - 1, 0))
+        if file.read() not in (b"", b"\n"):
+            file.seek(0)
+            last = file.read().rpartition(b"\n")[2]
+            if _is_cut_short(last):
+                file.truncate(file.tell() - len(last))
+            else:  # only its end of line is missing
+                file.write(b"\n")
         file.writelines(map(_line, contents))
 
 

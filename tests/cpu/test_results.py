@@ -3,6 +3,7 @@ and figures join the results that they belong to."""
 
 import codecs
 import json
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -148,15 +149,35 @@ def test_a_mark_of_byte_order_is_no_part_of_a_line(
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe{}\n", b"[" * 100_000 + b"\n", b"\0{\n", b"{broken\n{}\n"]
+    "content",
+    [b"\xff\xfe{}\n", b"[" * 100_000 + b"\n", b"\0{\n", b"{broken\n{}\n", b"my notes"],
 )
 @either_kind
 def test_bytes_that_are_no_json_are_refused_in_one_line(
     name: str, add: Callable, count: Callable, content: bytes, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=rf"{name}:1 is no (row|trace): [^\n]*$"):
-        count(tmp_path / name)
+    """They stay, whatever is added."""
+    (path := tmp_path / name).write_bytes(content)
+    for reads in (count, lambda path: Writer("times", "GPU A", "how", path)):
+        with pytest.raises(UsageError, match=rf"{name}:1 is no (row|trace): [^\n]*$"):
+            reads(path)
+    assert path.read_bytes() == content
+    add(path)
+    assert path.read_bytes().startswith(content)
+
+
+def test_a_row_that_a_full_disk_cuts_short_is_taken_away_before_the_next(tmp_path: Path) -> None:
+    into = Writer("times", "GPU A", "how", path := tmp_path / rows.FILE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
+    try:
+        with pytest.raises(OSError):
+            into.add(CASE, "x", value=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not path.read_bytes().endswith(b"\n")
+    added = into.add(CASE, "x", value=2.0)
+    assert rows.read(path).rows == [added]
 
 
 def of_times(**fields: Any) -> list[dict]:
