@@ -35,7 +35,10 @@ def in_float32(
     """`experts` on quantised tokens and dequantised weights: `[T, H]` float32. Other options of it
     change no arithmetic here."""
     swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
-    ids = ids.long() if expert_map is None else expert_map.long()[ids.long()]
+    ids = ids.long()
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < len(expert_map))
+        ids = expert_map.long()[ids.where(known, 0)].where(known, -1)
     q, scale = (x, x_scale) if x_scale is not None else quantise_rows(x, ue8m0)
     tokens = q.float() * scale.t().repeat_interleave(BLOCK, 1)
     out = torch.zeros_like(tokens)
@@ -47,7 +50,7 @@ def in_float32(
         both = (tokens[rows] @ dequantised(w13[expert], w13_scale[expert]).t()).chunk(2, 1)
         gate, up = both if gate_first else both[::-1]
         y = activated(gate, up, swiglu) @ dequantised(w2[expert], w2_scale[expert]).t()
-        out.index_add_(0, rows, y * (weights.float() * chosen)[rows].sum(1, keepdim=True))
+        out.index_add_(0, rows, y * weights.float().where(chosen, 0)[rows].sum(1, keepdim=True))
     return out
 
 
