@@ -1,5 +1,6 @@
 """What `serve` does inside the processes of an engine, which load it as one of their plugins."""
 
+import functools
 import importlib.metadata
 import os
 import sys
@@ -33,8 +34,24 @@ def is_installed(engine: str) -> bool:
 
 def layers_of(directory: Path) -> list[list[float]]:
     """calc_diff of every layer that was checked, a list a process."""
-    files = sorted(directory.glob("layers-*.jsonl"))
-    return [list(map(float, file.read_text().split())) for file in files]
+    return [list(map(float, lines)) for lines in reported(directory, "layers")]
+
+
+def compilations(directory: Path) -> int:
+    """How many of our kernels all processes of an engine have compiled."""
+    return sum(int(made) for lines in reported(directory, "kernels") for made in lines)
+
+
+def reported(directory: Path, what: str) -> list[list[str]]:
+    """The lines of `report`, a list a process."""
+    return [file.read_text().split() for file in sorted(directory.glob(f"{what}-*.txt"))]
+
+
+def report(what: str, line: float) -> None:
+    """Write a line for `serve`. By the process that calls: the ranks of several GPUs can be forks
+    of the one that watches."""
+    with (Path(os.environ[DIRECTORY]) / f"{what}-{os.getpid()}.txt").open("a") as lines:
+        lines.write(f"{line}\n")
 
 
 def register_vllm() -> None:
@@ -59,20 +76,46 @@ def fill(model: Any) -> None:
     random_weights.fill(model.named_parameters())
 
 
+@functools.cache  # an engine may register a plugin several times
 def watch() -> None:
-    """Compare the layers' calls, wherever they are called from."""
+    """Compare the layers' calls, wherever they are called from; count compiled kernels of ours."""
     from moe_fp8 import functional
 
     from scripts.serve.layer_check import checking
 
-    directory = Path(os.environ[DIRECTORY])
-
-    def report(calc_diff: float) -> None:
-        # By the process that calls: the ranks of several GPUs can be forks of the one that watches.
-        with (directory / f"layers-{os.getpid()}.jsonl").open("a") as lines:
-            lines.write(f"{calc_diff}\n")
-
-    checked = checking(functional.experts, CHECK_TOKENS, report)
+    checked = checking(functional.experts, CHECK_TOKENS, functools.partial(report, "layers"))
     for name in CALLERS:
         if module := sys.modules.get(f"moe_fp8.{name}"):
             vars(module)["experts"] = checked
+    count()
+
+
+def count() -> None:
+    """Report every compilation, of this process and of those that `prepare` starts. What is on disk
+    tells less: kernels may be kept nowhere, are made by others, and are removed."""
+    from moe_fp8 import compile_ahead
+
+    compile_all, in_processes = compile_ahead.compile_all, compile_ahead.in_processes
+
+    @functools.cache
+    def count_here() -> None:
+        from moe_fp8.kernels import compile as compiling
+
+        fakes = compiling.fakes
+
+        def counting_fakes(arguments: Any) -> Any:  # which every compilation makes once
+            report("kernels", 1)
+            return fakes(arguments)
+
+        compiling.fakes = counting_fakes
+
+    def counting_compile_all(geometries: Any) -> int:
+        count_here()  # not before: the compiler may begin with CUDA, and engines fork
+        return compile_all(geometries)
+
+    def counting_in_processes(geometries: Any) -> None:
+        in_processes(geometries)
+        report("kernels", len(geometries) - len(compile_ahead.missing(geometries)))
+
+    compile_ahead.compile_all = counting_compile_all
+    compile_ahead.in_processes = counting_in_processes

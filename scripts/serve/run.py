@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_fp8.kernels.cache import KernelCache, cache_dir
-
 from scripts.common.command_line import Failure, note, say
 from scripts.common.float32_experts import LARGEST_DIFF
 from scripts.serve import inside
@@ -67,8 +65,6 @@ def first_starts(setup: Setup, logs: Path) -> Iterator[Row]:
 def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -> Iterator[Row]:
     """The rows of backends that share the GPU, as they come; those before them have left their
     `answers`. Raises Failure."""
-    kept = KernelCache(cache_dir() or logs)
-    before = len(kept.entries())
     with contextlib.ExitStack() as stack:
         backends = []
         for setup in setups:
@@ -79,16 +75,15 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -
             backend.ready()
             slower = ", compiled: its host is slower" if backend.said(COMPILED) else ""
             note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s{slower}")
-        at_start = len(kept.entries()) - before
+        at_start = [inside.compilations(backend.directory) for backend in backends]
         for backend in backends:
             yield from check(backend)
         yield from timed(backends, plan)
-        late = len(kept.entries()) - before - at_start
-        for backend in backends:
-            yield from counted(backend, at_start, late)
         for backend in backends if plan.compare_tokens else ():
             answers[backend.setup.backend] = backend.ask("compared")
             yield from compared(backend, answers)
+        for backend, compiled in zip(backends, at_start, strict=True):
+            yield from counted(backend, compiled)
 
 
 def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
@@ -142,9 +137,10 @@ def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
                          most=found[-1], calls=len(found))  # fmt: skip
 
 
-def counted(backend: Backend, at_start: int, late: int) -> Iterator[Row]:
+def counted(backend: Backend, at_start: int) -> Iterator[Row]:
     """Kernels that were compiled, at start and later."""
     if backend.setup.backend in OWN:
+        late = inside.compilations(backend.directory) - at_start
         yield row_of(backend, "our kernels compiled at start", None, at_start, "")
         yield row_of(backend, "our kernels compiled later", None, late, "")
     said = [line for line in backend.said(COMPILED_LATE) if "FusedMoe" in line]

@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import experts, functional
+from moe_fp8 import compile_ahead, experts, functional
+from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import operations
+from moe_fp8.kernels.architectures import HOPPER
+from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache
 from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.problem import Form, MoeShape
 from moe_fp8.quantise import quantise_blocks, quantise_rows
 from programs import call
 
@@ -31,6 +36,7 @@ from scripts.serve.worker import Backend, Measuring, prompts
 from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
+SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
 QUICK = ["--batches", "1,2", "--prompts", "8", "--repeats", "2", "--random-weights"]
 
 
@@ -82,8 +88,9 @@ def test_layers_are_compared_kernels_counted_and_tables_shown(served_rows):
     (fast,) = values(rows, "calc_diff of a layer", "ours")
     (accurate,) = values(rows, "calc_diff of a layer", "accurate")
     assert accurate < 1e-5 < fast < 1e-3
-    for what in ("at start", "later"):  # on the CPU none
-        assert values(rows, f"our kernels compiled {what}", "ours") == [0]
+    for backend, counts in {"engine": ([], []), "ours": ([2], [1]), "accurate": ([2], [1])}.items():
+        for what, count in zip(("at start", "later"), counts, strict=True):
+            assert values(rows, f"our kernels compiled {what}", backend) == count
     assert values(rows, "of ours, by the engine's monitor", "ours") == [0]
     assert "2 layers: decode in ms a step, prefill in ms, mixed in tokens/s" in text
     assert "decode 1" in text and "mixed 2" in text and f"{fast:.2e} (layer 0)" in text
@@ -178,7 +185,7 @@ def named(backend: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("wrong", ["0.9", "nan", "inf"])
 def test_a_layer_that_computes_something_else_is_an_error(wrong, tmp_path):
-    (tmp_path / "layers-1.jsonl").write_text(f"0.0002\n{wrong}\n")
+    (tmp_path / "layers-1.txt").write_text(f"0.0002\n{wrong}\n")
     rows = []
     with pytest.raises(Failure, match="^ours: a layer's calc_diff is "):
         for row in turns.check(named("ours", directory=tmp_path)):
@@ -528,9 +535,43 @@ def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_pat
     monkeypatch.setattr(inside, "CHECK_TOKENS", 9)
     monkeypatch.setattr(functional, "experts", experts)  # what `watch` replaces
     monkeypatch.setattr(inside, "CALLERS", ("functional",))
-    inside.watch()
+    monkeypatch.setattr(inside, "count", lambda: None)
+    for _ in range(2):  # as an engine may register a plugin
+        inside.register_vllm()
     calls = [experts_of() for _ in range(4)]  # of weights of their own
     for rank, (arguments, how) in zip((1, 1, 2, 2), calls, strict=True):
         monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
         functional.experts(*arguments, **how)
     assert [len(of_rank) for of_rank in inside.layers_of(tmp_path)] == [2, 2]
+
+
+@pytest.mark.parametrize(("cached", "counts"), [(True, [3, 3, 6]), (False, [3, 6, 9])])
+def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_path, monkeypatch):
+    """The first of three kernels in a process of `prepare`'s, where kernels are kept; then what is
+    found on disk, then what has gone from there."""
+
+    def in_processes(left: list[tuple]) -> None:
+        with monkeypatch.context() as its:
+            its.setattr(compiling, "fakes", fakes)
+            compiling.compiled(*operations.fused_kernel(*left[0]))
+
+    fakes, kept = compiling.fakes, KernelCache(tmp_path / "kernels")
+    monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(kept.directory) if cached else "")
+    monkeypatch.setattr(compiling.cute, "compile", lambda kernel, *arguments, **options: kernel)
+    monkeypatch.setattr(compiling, "_export", lambda function, path: path.write_text("kernel"))
+    monkeypatch.setattr(compiling, "_load", lambda path: path.read_text())
+    monkeypatch.setattr(compiling, "fakes", fakes)  # what `count` replaces
+    monkeypatch.setattr(compile_ahead, "compile_all", compile_ahead.compile_all)
+    monkeypatch.setattr(compile_ahead, "in_processes", in_processes)
+    monkeypatch.setattr(compile_ahead, "cores", lambda: 2)
+    monkeypatch.setattr(operations.compile_fused, "functions", {})
+    inside.count()
+    pair, form = HOPPER.choose_layer(1, SMALL, 1), Form.usual(SMALL)
+    geometries = [(SMALL, *pair, multiprocessors, "sm_90a", form) for multiprocessors in (1, 2, 3)]
+    for step, count in enumerate(counts):
+        if step == 2:
+            kept.trim(0)
+        operations.compile_fused.functions.clear()
+        compile_ahead.compile_all(geometries)
+        assert inside.compilations(tmp_path) == count

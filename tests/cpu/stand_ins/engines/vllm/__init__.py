@@ -1,5 +1,6 @@
 """As much of vLLM as `run.py serve` uses: one layer of experts on CPU tensors, whose tokens follow
-from the prompts. What a test wants to go wrong stands in `STAND_IN`."""
+from the prompts; ours compiles two kernels at its start and one for the prefill of `LATE` tokens.
+What a test wants to go wrong stands in `STAND_IN`."""
 
 import importlib.metadata
 import os
@@ -11,6 +12,7 @@ import torch
 
 __version__ = "0.0.stand-in"
 EXPERTS, HIDDEN, WIDTH, TOP_K = 4, 256, 128, 2
+LATE = 8
 
 
 class SamplingParams(SimpleNamespace):
@@ -33,6 +35,22 @@ class Model(torch.nn.Module):
                 self.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
 
 
+def compiled(number: int):
+    """A kernel as far as the compiler, kept nowhere."""
+    from moe_fp8 import compile_ahead
+    from moe_fp8.kernels import compile as compiling
+
+    compile_ahead.compile_all([])  # as `prepare` does
+    os.environ["MOE_FP8_CACHE_DIR"] = ""
+    compiling.cute.compile = lambda kernel, *arguments, **options: kernel
+    return compiling.compiled(Kernel, (number,), (), "sm_90a")
+
+
+class Kernel(SimpleNamespace):
+    def __init__(self, number: int):
+        super().__init__(number=number)
+
+
 class LLM:
     def __init__(self, **options):
         from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -50,6 +68,7 @@ class LLM:
         self.ours = os.environ["MOE_FP8_VLLM"] != "0"
         if self.ours and self.wrong != "serves nothing":
             print("INFO moe_fp8 serves layers of 4 of 4 experts, top 2, 256 x 128", flush=True)
+            self.compiled = [compiled(n) for n in range(2)]
 
     def collective_rpc(self, method, args=()):
         return [getattr(self.worker, method)(*args)]
@@ -58,6 +77,8 @@ class LLM:
         tokens = [prompt["prompt_token_ids"] for prompt in prompts]
         if self.ours and len(tokens) == 1:
             self.layer(len(tokens[0]))
+            if len(tokens[0]) == LATE and len(self.compiled) == 2:
+                self.compiled.append(compiled(2))
         if self.wrong == "dies":
             os._exit(3)
         return [SimpleNamespace(outputs=[self.output(prompt, sampling)]) for prompt in tokens]
