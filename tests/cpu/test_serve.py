@@ -1,10 +1,12 @@
 """`run.py serve` on a stand-in of an engine; its loader, layer check and tables."""
 
+import contextlib
 import importlib.metadata
 import math
 import os
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +22,16 @@ from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache
 from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.problem import Form, MoeShape
 from moe_fp8.quantise import quantise_blocks, quantise_rows
-from programs import call
+from programs import call, gone
 
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.float32_experts import in_float32
 from scripts.common.project import ROOT
 from scripts.data.rows import FILE, read
 from scripts.programs import serve
-from scripts.serve import inside, models, random_weights
+from scripts.serve import engines, inside, models, random_weights
 from scripts.serve import run as turns
-from scripts.serve.engines import Setup, Vllm
+from scripts.serve.engines import OWN, Generated, Setup, Vllm, start
 from scripts.serve.graphs import TimesGraphs
 from scripts.serve.layer_check import checking
 from scripts.serve.worker import Backend, Measuring, prompts
@@ -148,6 +150,22 @@ def test_the_tables_have_what_there_is(ended, status, said, stand_in, monkeypatc
     assert "decode 1" in made.stdout and "2.50" in made.stdout and "9.5 s" in made.stdout
 
 
+@pytest.mark.parametrize("wrong", ["", "dies"])
+def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch, tmp_path):
+    """Its workers, which have the GPU's memory, even where the engine itself has ended."""
+    monkeypatch.setenv("STAND_IN", wrong)
+    model = models.find("deepseek-v3", None, True)
+    backend = Backend(Setup("vllm", "engine", model, random_weights=True), tmp_path)
+    try:
+        backend.ready()
+        with pytest.raises(Failure) if wrong else contextlib.nullcontext():
+            backend.ask("check")
+    finally:
+        backend.close()
+    (line,) = backend.said("worker ")
+    assert gone(int(line.split()[1])) and gone(backend.process.pid)
+
+
 def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
     """As one that the kernel ends for its memory."""
     backend = object.__new__(Backend)
@@ -170,11 +188,101 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
         assert len(shares) == (backend != "engine")
         alone = values(rows, "same tokens alone and among others", backend)
         assert not alone, "with batches of one there are no others"
+        late = values(rows, "our kernels compiled later", backend)
+        assert late == [2] * (backend != "engine"), "what the compared prompts compile, too"
     assert 0 <= shares[0] <= 1 and [*answers] == ["engine", "accurate"]
-    answers = {"engine": [([1, 2, 3, 4], [-0.1, -0.2, -0.3, -9.0])],
-               "ours": [([1, 2, 3, 5], [-0.1, -0.25, -0.3, -0.4])]}  # fmt: skip
-    rows = list(turns.compared(named("ours"), answers))
-    assert [row["value"] for row in rows] == pytest.approx([0.75, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("engine", "ours", "share", "difference"),
+    [
+        ([([1, 2, 3, 4], [-0.1, -0.2, -0.3, -9.0])], [([1, 2, 3, 5], [-0.1, -0.25, -0.3, -0.4])],
+         0.75, 0.05),
+        ([([1, 2], [-0.2, -0.3]), ([3, 4], [-0.1, -0.1])],
+         [([1, 2], [-0.1, -0.3]), ([4, 4], [-8.0, -0.1])], 0.5, 0.1),
+        ([([1], [-0.2])], [([2], [-0.3])], 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_tokens_are_compared_until_the_first_other(engine, ours, share, difference):
+    rows = list(turns.compared(named("ours"), {"engine": engine, "ours": ours}))
+    assert [row["value"] for row in rows] == pytest.approx([share, difference])
+
+
+@pytest.mark.parametrize("others_matter", [False, True])
+def test_a_request_is_to_have_the_same_tokens_alone_and_among_others(others_matter, tmp_path):
+    def generate(prompts, tokens):
+        made = len(prompts) * others_matter
+        return [Generated([len(prompt), made], []) for prompt in prompts]
+
+    measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
+    answers = {"check": None, "alone": measuring.alone()}
+    (tmp_path / "layers-1.txt").write_text("0.0002\n")
+    backend = named("ours", directory=tmp_path, ask=answers.get)
+    backend.setup = replace(backend.setup, batches=(1, 2))
+    (same,) = values(turns.check(backend), "same tokens alone and among others", "ours")
+    assert same is not others_matter
+
+
+def test_kernels_of_ours_that_a_request_waited_for_are_counted():
+    lines = [f"Triton {kernel} {turns.COMPILED_LATE}" for kernel in ("FusedMoeA", "rms_norm")]
+    backend = named("engine", said={turns.COMPILED_LATE: lines}.get)
+    assert [row["value"] for row in turns.counted(backend, 0)] == [1]
+
+
+VLLM = {
+    "enable_prefix_caching": False, "max_model_len": 4096 + 256, "max_num_batched_tokens": 4096,
+    "max_num_seqs": 8, "gpu_memory_utilization": 0.45, "tensor_parallel_size": 2,
+    "enable_expert_parallel": True, "compilation_config": {"cudagraph_capture_sizes": [1, 8]},
+    "load_format": "dummy", "hf_overrides": {"num_hidden_layers": 2}, "dtype": "bfloat16",
+}  # fmt: skip
+SGLANG = {
+    "disable_radix_cache": True, "context_length": 4096 + 256, "chunked_prefill_size": 4096,
+    "max_prefill_tokens": 4096, "max_running_requests": 8, "mem_fraction_static": 0.45,
+    "tp_size": 2, "ep_size": 2, "cuda_graph_bs_decode": [1, 8], "load_format": "dummy",
+    "json_model_override_args": '{"num_hidden_layers": 2}', "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected", "asked"),
+    [("vllm", VLLM, {"kernel_config": {"moe_backend": "triton"}}),
+     ("sglang", SGLANG, {"moe_runner_backend": "triton"})],
+)  # fmt: skip
+def test_all_backends_of_an_engine_get_the_same_options(engine, expected, asked, monkeypatch):
+    """But for the kernel that is asked for; nothing of a prompt is kept for the next one."""
+    module = SimpleNamespace(__version__="1", __file__="", SamplingParams=None)
+    module.LLM = module.Engine = lambda **options: options
+    monkeypatch.setitem(sys.modules, engine, module)
+    monkeypatch.setattr(engines, "use_tuned_files", lambda folder: None)
+    model = models.find("qwen3-30b-a3b", 2, True)
+    how = Setup(engine, "engine", model, True, 4096, (1, 8), 2, True, 0.45)
+    made = {}
+    for backend in ("engine", *OWN, "triton", *["tuned"] * (engine == "vllm")):
+        started = start(replace(how, backend=backend))
+        made[backend] = started.llm if engine == "vllm" else started.engine
+    assert made["engine"].items() >= expected.items()
+    assert made.pop("triton") == made["engine"] | asked
+    assert all(options == made["engine"] for options in made.values())
+
+
+def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeypatch):
+    configs = tmp_path / "vllm/model_executor/layers/fused_moe/configs"
+    configs.mkdir(parents=True)
+    for sizes, gpu, dtype in (
+        ("E=8,N=1", "H200", "fp8_w8a8"), ("E=8,N=1", "H100", "fp8_w8a8"),
+        ("E=8,N=2", "H200", "fp8_w8a8"), ("E=8,N=3", "H200", "int8_w8a8"),
+    ):  # fmt: skip
+        name = f"{sizes},device_name=NVIDIA_{gpu},dtype={dtype}.json"
+        (configs / name).write_text(f"{sizes} {gpu}")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "")
+    engines.use_tuned_files(tmp_path / "vllm")
+    found = Path(os.environ["VLLM_TUNED_CONFIG_FOLDER"]).iterdir()
+    assert {file.name: file.read_text() for file in found} == {
+        f"{sizes},device_name=NVIDIA_H100,dtype=fp8_w8a8.json": f"{sizes} {gpu}"
+        for sizes, gpu in (("E=8,N=1", "H100"), ("E=8,N=2", "H200"))
+    }
 
 
 def named(backend: str, **more: Any) -> Any:
@@ -502,6 +610,7 @@ def test_what_a_backend_cannot_tell_has_no_row():
         ("mixed", "engine"), ("mixed", "ours"),
     ]  # fmt: skip
     assert (rows[2]["value"], rows[2]["least"], rows[2]["most"]) == (5.5, 5.0, 6.0), "no warm-up"
+    assert rows[2]["spread"] == pytest.approx(1 / 5.5, abs=1e-4)
 
 
 @pytest.mark.parametrize("place", [1, 2, 3])

@@ -1,10 +1,11 @@
 """As much of vLLM as `run.py serve` uses: one layer of experts on CPU tensors, whose tokens follow
-from the prompts; ours compiles two kernels at its start and one for the prefill of `LATE` tokens.
-What a test wants to go wrong stands in `STAND_IN`."""
+from the prompts. Ours compiles two kernels at its start, one for the prefill of `LATE` tokens, one
+where log-probabilities are asked for. What a test wants to go wrong stands in `STAND_IN`."""
 
 import importlib.metadata
 import os
 import pkgutil
+import subprocess
 import zlib
 from types import SimpleNamespace
 
@@ -56,6 +57,7 @@ class LLM:
         from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
         self.options, self.wrong = options, os.environ.get("STAND_IN", "")
+        print("worker", subprocess.Popen(["sleep", "600"]).pid, flush=True)
         if self.wrong == "does not start":
             raise RuntimeError("no room for the model")
         for entry in importlib.metadata.entry_points(group="vllm.general_plugins"):
@@ -81,6 +83,8 @@ class LLM:
                 self.compiled.append(compiled(2))
         if self.wrong == "dies":
             os._exit(3)
+        if self.ours and sampling.logprobs == 0:
+            self.compiled.append(compiled(3))
         return [SimpleNamespace(outputs=[self.output(prompt, sampling)]) for prompt in tokens]
 
     def output(self, prompt, sampling):
