@@ -165,6 +165,15 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
     assert tables._check({"not_tried": "its host waits for the GPU"}) == "-"
 
 
+@pytest.mark.parametrize(
+    ("differ", "said"), [([], "-"), ([0], "yes"), ([0, 0], "yes"), ([0, 3], "no"), ([3, 0], "no")]
+)
+def test_what_is_batch_invariant_was_tried_and_never_differed(differ: list, said: str) -> None:
+    checks = {"replayed": {"not_tried": "its host waits"}, "alone": {"error": "no memory"}}
+    checks |= {str(n): {"compared": 4, "differ": tokens} for n, tokens in enumerate(differ)}
+    assert tables.batch_invariant(checks) == said
+
+
 # --- the program and the ranking ------------------------------------------------------------------
 
 

@@ -293,6 +293,14 @@ def test_what_finds_its_tokens_quantised_is_not_compared() -> None:
     assert pivots.marked(values, ".0f").iloc[0].tolist() == ["1", "4*", "6"]
 
 
+def test_of_a_figure_that_comes_twice_the_last_counts() -> None:
+    into = rows.Writer("sweep", "a GPU", "m")
+    for ms in (2.0, 3.0, 1.0):
+        case = {"tokens": 7, "active": 1, "pairs": 1}
+        into.add(case, "x", clock="device", value=ms, roofline=0.5, peer=False)
+    assert pivots.wide(pivots.called(into.result, "sweep"), pivots.SWEEP).to_numpy() == [[1.0]]
+
+
 @pytest.mark.parametrize(("options", "name", "solutions", "wanted", "not_tried"), ROWS)
 def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, monkeypatch) -> None:
     """Ours need no peer as engines call them; the layer that is in no data set has those of TP8."""

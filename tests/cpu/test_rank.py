@@ -375,6 +375,8 @@ NOT_TIMED = of("none", {7: 1.0, 80: 1.0})
         ("device", [FAST], ["ours", "peer", "x"]),  # of fewer workloads
         ("device", [FAST, *of("x", {80: 1.0})], ["ours", "peer", "x"]),
         ("device", NOT_TIMED, ["ours", "peer", "none"]),
+        ("device", of("x", {7: 1.0, 80: 1.0, 901: 1.0}), ["x", "ours", "peer"]),  # of more
+        ("device", [clocked("a", 7, 0.1, 0.2), clocked("a", 80, 0.1, 1.0)], ["a", "ours", "peer"]),
     ],
 )
 def test_the_order_is_by_either_clock(by: str, more: list, order: list, tmp_path: Path) -> None:
@@ -426,6 +428,12 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
     assert other.limits(other.main).empty, "of another GPU"
     both = read(record(tmp_path / "both", CLOCKED, lines, roofline("GPU B")))
     assert both.limits(both.main).equals(recorded.limits(recorded.main)), "a later one of another"
+    later = [
+        lines[0] | {"id": "later"},
+        *(row | {"of": "later", "value": 2.0} for row in lines[1:]),
+    ]
+    again = read(record(tmp_path / "again", CLOCKED, lines, later))
+    assert set(again.roofline_ms(again.main).values()) == {2.0}, "the latest of this GPU"
     glm5 = find_layer("glm5")
     traces = [made | {"definition": glm5.name} for made in CLOCKED]
     of_glm5 = read(record(tmp_path, traces, lines, definition=glm5.name))

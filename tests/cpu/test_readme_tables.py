@@ -96,13 +96,17 @@ def test_a_changed_page_picture_or_row_fails_the_check(
 ) -> None:
     pytest.importorskip("matplotlib")
     lines = (copy / rows.FILE).read_text().splitlines(keepends=True)
-    page = copy.parent / "README.md"
-    for name in ("README", "PAGES"):
-        monkeypatch.setattr(generated, name, page if name == "README" else [page])
+    page, other = copy.parent / "README.md", copy.parent / "other.md"
+    monkeypatch.setattr(generated, "README", page)
+    monkeypatch.setattr(generated, "PAGES", [page, other])
     page.write_text(
         f"<!-- record: {copy} -->\n" + BLOCK.format("latency") + BLOCK.format("latency_plot")
     )
-    assert "block latency: not what" in call("readme_tables", "--check").stdout
+    small = record(copy.parent / "small", [trace(FLAT, 7, 1.0)])
+    passages = [f"<!-- record: {of} -->\n" + BLOCK.format("ladder") for of in (small, copy)]
+    other.write_text("".join(passages))
+    said = call("readme_tables", "--check").stdout
+    assert "block latency: not what" in said and said.count("block ladder: not what") == 2
     assert call("readme_tables").stdout == f"{copy / 'latency.png'}\n"
     written = page.read_text()
     assert call("readme_tables", "--check").returncode == 0
@@ -179,6 +183,16 @@ def test_which_sources_have_changed_is_said(tmp_path: Path, monkeypatch) -> None
     said = made(recorded, "ranking", "sweep")
     assert said.count("Since this run the source of flat has changed.") == 1
     assert said.count("Since this measurement the source of flat has changed.") == 1
+
+
+def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
+    figures = {"clock": "device", "value": 0.1}, {"error": "no|room"}, {"error": "no|room"}
+    same = {"subject": FLAT, "active": 7, "pairs": 7, "roofline": 0.05}
+    rows_of = [same | {"tokens": 2**n} | of for n, of in enumerate(figures)]
+    for count, failed in ((1, ""), (3, "Failed: flat at T=2, 4 (no\\|room).")):
+        run = record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("sweep", rows_of[:count]))
+        text = made(read(run), "sweep")
+        assert failed in text and ("Failed" in text) == (count > 1)
 
 
 def test_both_clocks_are_shown_and_named_where_the_record_has_them(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
         for i, call in enumerate(calls.values()):
             call.output.fill_(float(wrong and i == 2))
         faster = (0.1 / gain if i == 1 else 0.1 for i in range(len(calls)))
-        figures = ({"ms": ms, "p10": ms, "p90": ms, "calls": 1} for ms in faster)
+        figures = ({"ms": ms, "p10": 0.01, "p90": 0.5, "calls": 1} for ms in faster)
         return dict(zip(calls, figures, strict=True))
 
     monkeypatch.setattr(cases, "problems_of", Problems)
@@ -147,7 +147,9 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
     assert {(row["tokens"], row["terms"]) for row in made} == {(3, 1), (901, 1)}
     first, second = [row for row in made if row["tokens"] == 3][:2]
     assert first["value"] / second["value"] == pytest.approx(gain) and second["unit"] == "us"
-    assert second["p10"] == second["p90"] == second["value"]
+    assert (second["p10"], second["p90"]) == pytest.approx((10.0, 500.0))
     errors = [row.get("error") for row in made if row["tokens"] == 3]
     assert errors.count("not the output of the shipped pair") == wrong
+    tried = [row for row in made if "best" not in row]
+    assert all(row.get("clock") == (None if "error" in row else "device") for row in tried)
     assert measure("tune_layer", "--tokens", "901", "--max-loss", "6")[0].returncode == int(wrong)

@@ -80,9 +80,11 @@ def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
     assert "The time on the GPU alone is not recorded." in said and "0.500" not in said
 
 
-def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path) -> None:
+def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path, monkeypatch) -> None:
     for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
         record(tmp_path / place, [trace("x", 7, 1.0)])
+    glob = Path.glob  # whose order is the file system's
+    monkeypatch.setattr(Path, "glob", lambda *of: sorted(glob(*of), reverse=True))
     found = [r.directory.relative_to(tmp_path) for r in recorded_runs(tmp_path)]
     assert [d.as_posix() for d in found] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
     assert recorded_runs(tmp_path / "absent") == []
@@ -128,11 +130,15 @@ def test_a_time_in_an_emulated_trace_is_refused(tmp_path: Path) -> None:
     assert failed.reason == "a time of the emulator is no measurement"
 
 
-@pytest.mark.all
-def test_the_page_shows_the_same(on_cpu, tmp_path: Path) -> None:
+def test_the_page_shows_the_same(on_cpu, tmp_path: Path, monkeypatch) -> None:
     (emulated,) = ranked(tmp_path)
+    environment = {"time": "2026-01-02T03:04"}
+    of_gpu = read(record(tmp_path / "gpu", [trace("x", 7, 1.0)], environment=environment))
+    monkeypatch.setattr(report, "recorded_runs", lambda definition: [of_gpu])
+    measured = dataclasses.replace(of_gpu, rankings=[on_cpu, *of_gpu.rankings])
+    assert "not measured in this run" not in report.render(measured), "it has a GPU's"
     page = report.render(dataclasses.replace(read(tmp_path), rankings=[on_cpu, emulated]))
-    assert "Recorded: NVIDIA" in page and "not measured in this run" in page
+    assert "Recorded: GPU A" in page and "Recorded 2026-01-02; not measured in this run." in page
     assert "CPU (Some CPU)" in page and "INCORRECT_NUMERICAL" in page
     assert page.count("<h2>Environment") == 1
     assert "outputs of the kernels for sm_90a, emulated" in page
