@@ -23,6 +23,7 @@ import fcntl
 import importlib.metadata
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -116,8 +117,16 @@ def set_up(extras: str) -> str:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """One set-up at a time. The lock goes with the process that has it, however that ends."""
-    with LOCK.open("a") as file:
+    """One set-up at a time. The lock goes with the process that has it, however that ends. Raises
+    SetupError: nothing can be written here."""
+    try:
+        file = LOCK.open("a")
+    except OSError as error:
+        raise SetupError(
+            f"{LOCK}: {error.strerror}. The set-up writes to this folder: start run.py in a copy "
+            "that can be written to, or by an interpreter that has what pyproject.toml lists"
+        ) from None
+    with file:
         with contextlib.suppress(OSError):  # a file system without locks
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,9 +268,9 @@ def main(arguments: list[str]) -> int:
     global always_venv
     if arguments[:1] == ["--venv"]:
         always_venv, arguments = True, arguments[1:]
-    command, rest = (arguments or [""])[0], arguments[1:]
+    command, *rest = arguments or ["--help"]
     try:
-        if command in ("", *HELP):
+        if command in HELP:
             print(f"{__doc__}{listing()}", flush=True)
             return 0 if arguments else EXIT_USAGE
         if command in ("test", "setup") and HELP & set(rest):
@@ -271,7 +280,7 @@ def main(arguments: list[str]) -> int:
             return run_tests(rest)
         if command == "setup":
             if rest:  # such as --venv, which stands before it
-                raise SetupError(f"setup takes no {' '.join(rest)}")
+                raise SetupError(f"setup takes no {shlex.join(rest)}")
             print(f"ready: {set_up('bench,dev')}")
             return 0
         return run_script(command, rest)

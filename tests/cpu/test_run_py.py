@@ -232,7 +232,7 @@ FAULTS = {
     "broken": (lambda: make(python_of_venv(), "exit 127"), "pip could not install the project"),
     "dangling": (dangling, "No such file or directory"),
     "a file": (lambda: run.VENV.write_text("TOKEN=1\n"), "venv could not make"),
-    "locked": (lambda: run.LOCK.mkdir(), ".venv.lock"),
+    "locked": (lambda: run.LOCK.mkdir(), ".venv.lock: Is a directory. The set-up writes to this"),
 }
 
 
@@ -439,14 +439,15 @@ def test_commands(monkeypatch, capsys) -> None:
     monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not be started"))
     assert run.main(["--help"]) == 0
     assert "python3 run.py bench" in capsys.readouterr().out
-    for arguments in ([], ["no-such-script"], ["options"], ["traces"], ["__init__"]):
+    for arguments in ([], [""], ["no-such-script"], ["options"], ["traces"], ["__init__"]):
         assert run.main(arguments) == 2
         said = "".join(capsys.readouterr())
         assert f"no command '{arguments[0]}'" in said if arguments else "run.py bench" in said
         assert re.findall(r"^    (\w+) +\S.*\.$", said, re.MULTILINE) == list(run.programs())
     assert {"rank", "bench", "pack", "data"} <= set(run.programs())
-    assert run.main(["setup", "--venv"]) == 2
-    assert capsys.readouterr().err == "error: setup takes no --venv\n"
+    for given, said in (("--venv", "--venv"), ("", "''")):
+        assert run.main(["setup", given]) == 2
+        assert capsys.readouterr().err == f"error: setup takes no {said}\n"
     reading, writing = os.pipe()
     os.close(reading)  # as `head` does
     made = subprocess.run([sys.executable, run.__file__, "--help"], stdout=writing, stderr=-1)
