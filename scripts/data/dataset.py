@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.common import files
 from scripts.common.command_line import UsageError, os_error, say
 from scripts.common.definitions import DEFAULT, DEFINITIONS, Entry, size_of
 from scripts.common.project import ROOT
@@ -17,9 +18,6 @@ from scripts.common.project import ROOT
 if TYPE_CHECKING:
     import torch
     from flashinfer_bench.data import Definition, Solution, Trace, TraceSet, Workload
-
-LFS_POINTER = b"version https://git-lfs"
-"""What git-lfs leaves in the place of a file that it has not fetched begins so."""
 
 
 def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]":
@@ -169,13 +167,13 @@ def load_tensors(
         return load_safetensors(definition, workload, root), shapes
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         specs = workload.inputs.values()
-        files = {root / spec.path for spec in specs if spec.type == "safetensors"}
+        paths = {root / spec.path for spec in specs if spec.type == "safetensors"}
         said, remedy = _first_line(error), "get it anew (git lfs pull)"
-        if any(f.is_file() and f.read_bytes().startswith(LFS_POINTER) for f in files):
+        if any(p.is_file() and p.read_bytes().startswith(files.LFS_POINTER) for p in paths):
             said = "a pointer of git-lfs in the place of the tensors"
         if ours(root):
             remedy = "remove it, then run.py data makes it anew"
-        raise UsageError(f"{named}: {', '.join(map(str, files))}: {said}; {remedy}") from None
+        raise UsageError(f"{named}: {', '.join(map(str, paths))}: {said}; {remedy}") from None
 
 
 def draw(

@@ -32,7 +32,6 @@ from scripts.common.definitions import (
     read,
 )
 from scripts.common.project import ROOT
-from scripts.data.dataset import LFS_POINTER
 from scripts.data.synthetic_logits import (
     MOMENTS,
     Draw,
@@ -80,7 +79,7 @@ def is_foreign(path: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as file:
-        if file.read(8) == LFS_POINTER[:8]:
+        if file.read(8) == files.LFS_POINTER[:8]:
             return True
     try:
         with safe_open(path, "numpy") as file:

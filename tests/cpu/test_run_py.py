@@ -4,6 +4,7 @@ import ast
 import contextlib
 import fcntl
 import functools
+import graphlib
 import os
 import re
 import shutil
@@ -482,22 +483,38 @@ def test_every_package_that_is_imported_is_required() -> None:
     layer = {*package.rglob("*.py")} - {*(package / "baselines").rglob("*.py")}
     layer.remove(package / "integrations" / "vllm_experts.py")
     for sources, extras in ((layer, ""), ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev")):
-        found = imported(sources)
+        found = {name.split(".")[0] for path in sources for name in imported(path, in_all=False)}
+        found -= {"scripts", "moe_fp8"} | sys.stdlib_module_names
         assert {"torch", "cutlass", "tqdm"} <= found or extras
         required = {Requirement(r).name for r in run.requirements(extras)}
         assert {distributions.get(name, name) for name in found} <= required
 
 
-def imported(sources: set[Path]) -> set[str]:
-    """The packages that are imported at the top of these modules."""
-    found = set()
-    for path in sources:
-        for node in ast.parse(path.read_text("utf-8")).body:
-            if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(str(node.module).split(".")[0])
-    return found - {"scripts", "moe_fp8"} - sys.stdlib_module_names
+def imported(path: Path, in_all: bool) -> set[str]:
+    """The names that a module imports from other packages, at its top or in all of it."""
+    tree, found = ast.parse(path.read_text("utf-8")), set()
+    for node in ast.walk(tree) if in_all else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+FOLDERS = "common, data, pack, measure serve, table, report submit, programs"
+"""Of scripts/, each importing those before it (docs/contributing.md)."""
+
+
+def test_no_module_of_the_programs_imports_one_that_imports_it() -> None:
+    """Nor one of a folder that is not before its own; in functions and for types neither."""
+    paths = [*(ROOT / "scripts").rglob("*.py")]
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
+    graph = {name: imported(path, in_all=True) & {*modules} for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+    place = {folder: n for n, of in enumerate(FOLDERS.split(", ")) for folder in of.split()}
+    for name, others in graph.items():
+        folder, *of = (module.split(".")[1] for module in (name, *others))
+        assert all(f == folder or place[f] < place[folder] for f in of), (name, others)
 
 
 def test_the_page_of_programs_names_each_and_no_others() -> None:
