@@ -269,6 +269,7 @@ def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> N
     done, found, _ = sweep("--markdown", *arguments.split())
     text = " ".join(done.stdout.split())
     assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
+    assert ("| layer | call | T | error |" in text) == bool(arguments), "where there are several"
     if arguments:
         summary = pivots.models_summary(found, "models").frame.iloc[0].tolist()
         assert summary == ["glm5", "50.0 (80%, 80%, 0.90x)", "60.0 (67%, 67%, -)"], "of ours"

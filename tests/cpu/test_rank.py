@@ -15,7 +15,7 @@ from scripts.common.project import BASELINES, OURS
 from scripts.common.roofline import pair_flops, weight_bytes
 from scripts.pack.pack import every_generation
 from scripts.programs import rank
-from scripts.table import tables
+from scripts.table import pivots, tables
 from scripts.table.recorded import read
 
 
@@ -423,6 +423,11 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
         ["peer", "0.900", f"{of_reading / 0.2:.2f}", f"{of_flops / 1.6:.0f}", "44 %"],
         ["ours", "1.050", f"{of_reading / 0.1:.2f}", f"{of_flops / 2:.0f}", "50 %"],
         ["roofline", "0.525", f"{of_reading / 0.05:.2f}", f"{of_flops:.0f}", "100 %"],
+    ]
+    bounds = pivots.roofline_table(recorded.rows, find_layer(recorded.definition)).frame
+    assert bounds.to_numpy().tolist() == [
+        ["7", "2", "1", "7", "1", "0.0500", "0.0092", "memory"],
+        ["80", "48", "109", "28", "9", "0.9000", "1.0000", "compute"],
     ]
     other = read(record(tmp_path, CLOCKED, roofline("GPU B")))
     assert other.limits(other.main).empty, "of another GPU"

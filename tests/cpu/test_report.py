@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from programs import call
-from small_record import clocked, measurement, record, roofline, trace
+from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common.project import RESULTS_DIR
 from scripts.data.rows import Rows
@@ -174,6 +174,9 @@ def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
     assert list(lines["flat"].get_ydata()) == [1.0, 2.0]
     assert list(lines["roofline"].get_ydata()) == list(recorded.roofline_ms(ranking).values())
     assert (lines["flat"].get_linestyle(), lines["peer_a"].get_linestyle()) == ("-", "--")
+    gap = [trace("x", 7, 1.0), trace("x", 80, None, status="TIMEOUT"), trace("x", 901, 3.0)]
+    (ax,) = latency_figure(read(record(tmp_path / "gap", gap)).main, {}).axes
+    assert list(ax.get_lines()[0].get_ydata()) == [1.0, 3.0], "one line"
 
 
 def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
@@ -198,6 +201,30 @@ def test_stages_figure_stacks_the_stages() -> None:
     assert [patch.get_x() for patch in ax.patches] == [0.0, 1.0, 3.0]
     (total,) = ax.get_lines()
     assert list(total.get_xdata()) == [3.25, 3.25]
+    for stages, said in ((STAGES, "3.250 ms"), (STAGES[:-1], "3.500 ms")):  # ended before its whole
+        (ax,) = stages_figure(in_memory("stages", stages), "stages").axes
+        assert said in [text.get_text() for text in ax.texts]
+
+
+def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
+    """TB/s where reading does, TFLOP/s where the FLOPs do; the roofline as far as that reads."""
+    case = {"experts": 8, "active": 8, "rows": 1.0, "n": 4096, "k": 7168, "roofline": 5.0}
+    workloads = {7: (7, 10.0), 80: (20000, 400.0), 901: (40000, 800.0), None: (9, 9.0)}
+    rows = [
+        case | {"tokens": tokens, "pairs": pairs, "subject": name, "peer": peer, "value": by * us}
+        for name, peer, by in (("flat", False, 1), ("flat, next larger", False, 3), ("p", True, 2))
+        for tokens, (pairs, us) in workloads.items()
+    ]
+    made = in_memory("gemm_layers", rows, rates=RATES)
+    reads, computes = report.gemm_figure(made).axes
+    f = pivots.gemm_frame(made, "gemm_layers").set_index(["subject", "tokens"])
+    lines = {line.get_label(): line for line in reads.get_lines()}
+    assert [label for label in lines if not label.startswith("_")] == ["flat", "roofline", "p"]
+    assert list(lines["flat"].get_ydata()) == [f.gbytes["flat", 7] / 1e3]
+    assert list(lines["roofline"].get_ydata()) == pytest.approx([2 * f.gbytes["flat", 7] / 1e3])
+    ours, peer = computes.get_lines()
+    assert list(ours.get_xdata()) == list(peer.get_xdata()) == [1, 2]
+    assert list(ours.get_ydata()) == [f.tflops["flat", tokens] for tokens in (80, 901)]
 
 
 BESIDE = [("flat, next smaller", False, 40.0), ("flat, next larger", False, 70.0)]

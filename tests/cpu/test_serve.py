@@ -344,6 +344,30 @@ def test_setups_follow_the_options(monkeypatch):
     assert of_sglang.variables == {"MOE_FP8_SGLANG": "accurate"}
 
 
+@pytest.mark.parametrize(
+    ("engine", "how", "head"),
+    [
+        ("vllm", {"tensor_parallel": 2}, {"gpus": 2, "dense": "DeepGEMM"}),
+        ("vllm", {"tensor_parallel": 2, "expert_parallel": True}, {"gpus": 2, "parallel": "expert",
+         "dense": "DeepGEMM"}),
+        ("vllm", {"batch_invariant": True}, {"batch_invariant": True, "dense": "DeepGEMM"}),
+        ("sglang", {}, {}),
+    ],
+)  # fmt: skip
+def test_a_row_says_how_the_model_was_served(engine, how, head, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    setup = Setup(engine, "ours", models.find("qwen3-30b-a3b", 2, True), **how)
+    backend = SimpleNamespace(setup=setup, version="1")
+    usual = {"gpus": 1, "parallel": "tensor", "batch_invariant": None, "dense": None}
+    made = turns.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
+    assert made == usual | head | {
+        "engine": engine, "engine_version": "1", "model": "qwen3-30b-a3b", "layers": 2,
+        "subject": "ours", "part": "decode", "size": 1, "value": 2.0, "unit": "ms", "calls": 3,
+    }  # fmt: skip
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    assert turns.row_of(backend, "decode", 1, 2.0, "ms")["dense"] is None
+
+
 @pytest.mark.parametrize("name", models.LAYERS)
 def test_known_models(name):
     model = models.find(name, None, True)
@@ -397,6 +421,10 @@ def test_random_weights_follow_from_names_and_have_a_sane_spread():
     assert 0.4 < float(scale.std() / scale.mean()) * 12**0.5 < 1.6  # drawn evenly, 0.5 to 1.5
     spread = (w.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)).std()
     assert abs(float(spread) * k**0.5 - 1) < 0.15
+    down = draw("layers.1.experts.w2_weight_scale_inv", 4, 2, k // 128)
+    assert float(down.mean() / scale.mean()) == pytest.approx(3, rel=0.3)
+    for name, wanted in {"q_proj": 1.0, "lm_head": 3.0, "embed_tokens": 0.5 * k**0.5}.items():
+        assert float(draw(f"{name}.weight", 64, k).std()) * k**0.5 == pytest.approx(wanted, rel=0.1)
     assert draw("layers.0.input_layernorm.weight", 8).tolist() == [1.0] * 8
     bias = draw("layers.0.gate.e_score_correction_bias", 64)
     assert 0 <= float(bias.min()) < float(bias.max()) <= 0.1
@@ -443,7 +471,7 @@ def test_the_layer_in_float32(kind):
 def test_one_call_of_a_layer_is_checked():
     found: list[float] = []
     checked = checking(experts, 9, found.append)
-    calls = [experts_of(tokens) for tokens in (9, 8, 9)]  # of weights of their own
+    calls = [experts_of(tokens) for tokens in (10, 9, 8, 9)]  # of weights of their own
     for arguments, how in (*calls, *calls):
         assert torch.equal(checked(*arguments, **how), experts(*arguments, **how))
     assert len(found) == 2 and all(1e-5 < value < 1e-3 for value in found)
@@ -541,6 +569,22 @@ def test_small_batches_decode_more_steps(batch: int, steps: int):
     assert asked == [1, 1 + steps]
 
 
+@pytest.mark.parametrize("what", ["decode", "graph", "prefill", "mixed"])
+def test_every_repeat_has_prompts_of_its_own_and_every_backend_the_same(what: str):
+    given: list[list[list[int]]] = []
+
+    def noted(prompts, tokens):
+        given.append(prompts)
+        return []
+
+    engine = SimpleNamespace(version="", generate=noted, graph_times=noted)
+    for repeat in (0, 1, 0):
+        getattr(Measuring(engine, 1000), what)(4, repeat)
+    first, second, again = given[:: len(given) // 3]
+    assert first == again != second
+    assert given == [of for of in (first, second, again) for _ in range(len(given) // 3)]
+
+
 class Clock:
     """Of a GPU that does one thing after the other; `_sleep` and graphs move it, events read it."""
 
@@ -578,7 +622,7 @@ def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     replay, worker = Graph.replay, TimesGraphs()
-    worker.time_graphs(16)
+    worker.time_graphs(32)
     for graph in (Graph(7.0), *steps * 32):
         graph.replay()
     assert worker.graph_times() == expected
