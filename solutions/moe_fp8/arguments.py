@@ -1,6 +1,7 @@
 """Checking the arguments of a call. Nothing here launches or reads anything on a GPU."""
 
 import math
+import operator
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -29,7 +30,12 @@ class Signature:
     def __init__(self, *specs: Spec):
         self.specs = specs
         self.sizes = tuple(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-        self.strided = tuple(place for place, spec in enumerate(specs) if spec.strided)
+        # Place, largest indices, bytes of an element.
+        self.strided = tuple(
+            (place, tuple(n - 1 for n in spec.shape), spec.dtype.itemsize)
+            for place, spec in enumerate(specs)
+            if spec.strided
+        )
 
     def check(self, tensors: Sequence[Any]) -> None:
         """Compare the arguments with what is expected.
@@ -37,26 +43,36 @@ class Signature:
         Raises:
             ValueError: names the argument, what was expected and given, and why.
         """
-        device = getattr(tensors[0], "device", None)  # of no tensor: it is refused first
+        device: Any = getattr(tensors[0], "device", None)  # of no tensor: it is refused first
         for tensor, spec in zip(tensors, self.specs, strict=True):
             if wrong := self._wrong(tensor, spec, device):
                 raise ValueError(f"{spec.name}: expected {wrong}")
-        place = self.overlapped(tensors)
+        if not self.sizes[-1] or device.type == "meta":
+            return  # there is no memory to share
+        place = self.misplaced(tensors)
         if place is not None:
             raise ValueError(
                 f"{self.specs[-1].name}: expected memory of its own, got some of "
                 f"{self.specs[place].name} (it is written while the inputs are read)"
             )
 
-    def overlapped(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """The place of the first input that shares memory with the output."""
+    def misplaced(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """Return the place of the first tensor that has no address or shares memory with the
+        output, which has elements."""
         begin = tensors[-1].data_ptr()
-        end = begin + self.sizes[-1] if begin else 0  # a tensor on `meta` has no memory to share
+        if not begin:
+            return len(self.sizes) - 1
+        end = begin + self.sizes[-1]
         for place in range(len(self.sizes) - 1):
-            if begin - self.sizes[place] < tensors[place].data_ptr() < end:
+            # The GPU waits for this loop: a tensor without an address takes the output's.
+            if begin - self.sizes[place] < (tensors[place].data_ptr() or begin) < end:
                 return place
-        for place in self.strided:  # which reach further than they have elements
-            if begin - _reach(tensors[place]) < tensors[place].data_ptr() < end:
+        for place, last, size in self.strided:  # they reach further than they have elements
+            tensor = tensors[place]
+            reach = (sum(map(operator.mul, last, tensor.stride())) + 1) * size
+            # A negated view has a stride of 2 (`z.conj().imag`). Compiled functions take this
+            # stride of strided tensors alone, and `is_neg` costs more than `data_ptr`.
+            if begin - reach < tensor.data_ptr() < end or tensor.is_neg():
                 return place
         return None
 
@@ -65,8 +81,9 @@ class Signature:
         _, shape, dtype, meaning, alignment, strided = spec
         if not isinstance(tensor, torch.Tensor):
             return f"a {dtype} tensor {_extents(shape)}, got {type(tensor).__name__}"
-        if tensor.layout is not torch.strided:
-            return f"a dense (strided) tensor, got layout {tensor.layout}"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "of a nested tensor" if tensor.is_nested else tensor.layout
+            return f"a dense (strided) tensor, got layout {layout}"
         if tensor.dtype is not dtype:
             return f"dtype {dtype}, got {tensor.dtype} ({meaning})"
         if tensor.shape != shape:
@@ -74,6 +91,14 @@ class Signature:
         if tensor.device != device:
             of_all = f"all tensors must be on the device of {self.specs[0].name}"
             return f"device {device}, got {tensor.device} ({of_all})"
+        address = tensor.data_ptr()
+        if not address and tensor.numel() and device.type != "meta":
+            return (
+                f"memory that a kernel can read, got {type(tensor).__name__} at address 0 (of a "
+                "DTensor pass .to_local(); freed memory and a tracer's tensors have no address)"
+            )
+        if tensor.is_neg():
+            return "values as they lie in memory, got a negated view (call .resolve_neg())"
         if not tensor.is_contiguous() and not (strided and has_contiguous_lines(tensor)):
             given = f"got strides {list(tensor.stride())} for shape {list(tensor.shape)}"
             if strided:
@@ -81,9 +106,9 @@ class Signature:
             return (
                 f"a contiguous tensor, {given} (it is addressed by its shape; call .contiguous())"
             )
-        if tensor.data_ptr() % alignment:
+        if address % alignment:
             return (
-                f"an address that is a multiple of {alignment}, got {tensor.data_ptr():#x} "
+                f"an address that is a multiple of {alignment}, got {address:#x} "
                 f"(it moves in {alignment}-byte pieces; .clone() it)"
             )
         return ""
@@ -91,6 +116,14 @@ class Signature:
 
 def _extents(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join("T" if n == -1 else str(n) for n in shape) + "]"
+
+
+def described(argument: Any) -> str:
+    """Return what a message says of an argument where another tensor was expected."""
+    if not isinstance(argument, torch.Tensor):
+        return type(argument).__name__
+    shape = "nested" if argument.is_nested else list(argument.shape)
+    return f"{argument.dtype} {shape} on {argument.device}"
 
 
 def has_contiguous_lines(matrices: torch.Tensor) -> bool:
@@ -101,12 +134,6 @@ def has_contiguous_lines(matrices: torch.Tensor) -> bool:
     lines = (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
     last = (rows - 1) * by_row + (columns - 1) * by_column
     return lines and all(n < 2 or stride > last for n, stride in zip(outer, apart, strict=True))
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element."""
-    distances = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((n - 1) * stride for n, stride in distances) + 1) * tensor.element_size()
 
 
 def check_integer(name: str, value: object) -> None:

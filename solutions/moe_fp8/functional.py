@@ -8,12 +8,12 @@ of that name.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
 
-from .arguments import check_integer, has_contiguous_lines
+from .arguments import check_integer, described, has_contiguous_lines
 from .layer.fused import BatchedLayer, FusedLayer
 from .layer.validate import validate
 from .problem import BatchedInputs, Form, Inputs, MoeInputs, MoeShape, RoutedInputs, Swiglu
@@ -270,7 +270,9 @@ def _is_traced(first: Any, x: Any) -> bool:
     if transform is not None:
         raise RuntimeError(f"expected no transform of torch.func around it, got {transform.key()}")
     if type(x) is not torch.Tensor or x.is_meta:
-        return isinstance(x, torch.Tensor) and x.is_meta == getattr(first, "is_meta", None)
+        alike = isinstance(x, torch.Tensor) and x.is_meta == getattr(first, "is_meta", None)
+        # A DTensor is refused by name: torch knows no sharding of these operators.
+        return alike and not hasattr(x, "device_mesh")
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
@@ -354,7 +356,7 @@ def _experts(*arguments: Any) -> Call:
     expert_map = inputs.expert_map
     if expert_map is not None:
         if not isinstance(expert_map, torch.Tensor) or expert_map.dim() != 1:
-            raise ValueError(f"expert_map: expected a tensor [E], got {_shown(expert_map)}")
+            raise ValueError(f"expert_map: expected a tensor [E], got {described(expert_map)}")
         if num_experts is not None:
             check_integer("num_experts", num_experts)
             if num_experts != len(expert_map):
@@ -380,9 +382,11 @@ def _batched(*arguments: Any) -> Call:
     the output."""
     inputs = BatchedInputs(*arguments[:8])
     gate_first, *options, out = arguments[8:]
-    for name, dims in (("x", "[L, R, H]"), ("w13", "[L, 2 I, H]"), ("w2", "[L, H, I]")):
-        _check_dims(name, getattr(inputs, name), dims)
-    (local, rows, hidden), intermediate = inputs.x.shape, inputs.w2.shape[2]
+    x, w13, w2 = inputs.x, inputs.w13, inputs.w2
+    try:
+        (local, rows, hidden), (_, _, _), (_, _, intermediate) = x.shape, w13.shape, w2.shape
+    except NO_SHAPE:
+        _refuse_shape(("x", x, "[L, R, H]"), ("w13", w13, "[L, 2 I, H]"), ("w2", w2, "[L, H, I]"))
     expected = inputs.expected_m
     if expected is None:
         inputs = inputs._replace(expected_m=max(rows, 1))
@@ -394,7 +398,7 @@ def _batched(*arguments: Any) -> Call:
     form = (
         torch.int32,
         None,
-        _type_of("x", inputs.x, FP8, BF16),
+        _type_of("x", x, FP8, BF16),
         False,
         gate_first,
         False,
@@ -434,23 +438,23 @@ def call_of(function: Callable[..., torch.Tensor], *arguments: Any, **options: A
         given.arguments["out"] = torch.empty_like(x, dtype=torch.bfloat16)
     names = NAMES[function.__name__]
     layer, inputs, out = calls[function](*(given.arguments[name] for name in names))
-    validate(inputs, out, layer.shape, layer.form)
+    validate(inputs, out, layer.shape, layer.form, layer.out_name)
     return layer, inputs, out
 
 
 def _type_of(name: str, tensor: Any, *types: torch.dtype) -> torch.dtype:
-    """The type of a tensor that may have one of several; the first of what is no tensor, which the
-    layer refuses.
+    """Return the type of a tensor that may have one of several.
 
     Raises:
-        ValueError: it has another one.
+        ValueError: it has another one, or is no tensor.
     """
-    if getattr(tensor, "dtype", None) is types[0] or not isinstance(tensor, torch.Tensor):
+    if getattr(tensor, "dtype", None) is types[0]:
         return types[0]
-    if tensor.dtype not in types:
-        legal = " or ".join(map(str, types))
-        raise ValueError(f"{name}: expected dtype {legal}, got {tensor.dtype}")
-    return tensor.dtype
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if is_tensor and tensor.dtype in types:
+        return tensor.dtype
+    expected, got = ("dtype", tensor.dtype) if is_tensor else ("a tensor of", described(tensor))
+    raise ValueError(f"{name}: expected {expected} {' or '.join(map(str, types))}, got {got}")
 
 
 def _lies_elsewhere(x_scale: Any) -> bool:
@@ -463,11 +467,6 @@ def _lies_elsewhere(x_scale: Any) -> bool:
         and x_scale.stride() != (x_scale.shape[1], 1)
         and has_contiguous_lines(x_scale)
     )
-
-
-def _shown(argument: Any) -> Any:
-    """What is said of an argument that has the wrong dimensions."""
-    return list(argument.shape) if isinstance(argument, torch.Tensor) else type(argument)
 
 
 def sizes_of(
@@ -484,22 +483,26 @@ def sizes_of(
             logits.shape, x.shape, w13.shape, w2.shape,
         )  # fmt: skip
         return first, local, hidden, intermediate
-    except (AttributeError, ValueError):  # no tensors, or of other dimensions
-        pass
-    for name, tensor, dims in (
-        (names[0], logits, "[T, E]" if names is MoeInputs._fields else "[T, K]"),
-        (names[2], x, "[T, H]"),
-        (names[4], w13, "[L, 2 I, H]"),
-        (names[6], w2, "[L, H, I]"),
-    ):
-        _check_dims(name, tensor, dims)
+    except NO_SHAPE:
+        of_first = "[T, E]" if names is MoeInputs._fields else "[T, K]"
+        _refuse_shape(
+            *((names[0], logits, of_first), (names[2], x, "[T, H]")),
+            *((names[4], w13, "[L, 2 I, H]"), (names[6], w2, "[L, H, I]")),
+        )
+
+
+NO_SHAPE = (AttributeError, ValueError, RuntimeError)
+"""Exceptions where a shape is taken apart: no tensor, other dimensions, a nested tensor."""
+
+
+def _refuse_shape(*expected: tuple[str, Any, str]) -> NoReturn:
+    """Raise a ValueError for the first argument that is no dense tensor of so many dimensions, of
+    names, arguments and dimensions."""
+    for name, tensor, dims in expected:
+        dense = isinstance(tensor, torch.Tensor) and not tensor.is_nested
+        if not dense or tensor.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name}: expected a tensor {dims}, got {described(tensor)}") from None
     raise AssertionError("a check failed that has no message")
-
-
-def _check_dims(name: str, tensor: Any, dims: str) -> None:
-    """Raise a ValueError for what is no tensor of so many dimensions."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != dims.count(",") + 1:
-        raise ValueError(f"{name}: expected a tensor {dims}, got {_shown(tensor)}")
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
@@ -512,7 +515,8 @@ def _layer(*arguments: Any) -> FusedLayer:
     routing = "given" if form.choice in (torch.int32, torch.int64) else "deepseek_v3"
     shape = MoeShape(*(*sizes, routing, Swiglu(*activation), ue8m0))
     layer = BatchedLayer if form.batched else FusedLayer
-    return layer(shape, 2 if accurate else 1, form=None if form == Form() else form)
+    unusual = None if form == Form() else form
+    return layer(shape, 2 if accurate else 1, form=unusual, out_name="out")
 
 
 def layer_of(*arguments: Any) -> FusedLayer:

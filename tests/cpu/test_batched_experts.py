@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from moe_fp8 import batched_experts, compile_ahead, experts, prepare
@@ -136,6 +137,9 @@ def test_no_rows(experts):
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "x of two dimensions": ({"x": torch.empty(3, HIDDEN)}, r"x: expected a tensor \[L, R, H\]"),
+    "an array": (
+        {"x": np.zeros((EXPERTS, ROWS, HIDDEN), np.float32)},
+        "x: expected a tensor of torch.float8_e4m3fn or torch.bfloat16, got ndarray"),
     "x of float16": (
         {"x": torch.empty(EXPERTS, ROWS, HIDDEN).half()}, "x: expected dtype torch.float8_e4m3fn"),
     "another width": (
@@ -162,7 +166,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights of other experts": (
         {"w2": torch.empty(4, HIDDEN, WIDTH).to(torch.float8_e4m3fn)}, r"w2: expected shape \[5,"),
     "w13 of two dimensions": (
-        {"w13": torch.empty(3, 3)}, r"w13: expected a tensor \[L, 2 I, H\], got \[3, 3\]"),
+        {"w13": torch.empty(3, 3)}, r"w13: expected a tensor \[L, 2 I, H\], got .* \[3, 3\]"),
+    "a negated view": ({"num_tokens": torch._neg_view(torch.tensor(COUNTS, dtype=torch.int32))},
+        "num_tokens: expected values as they lie in memory, got a negated view"),
     "a number for the weights": ({"w2": 3}, r"w2: expected a tensor \[L, H, I\]"),
     "a guess of 0": ({"expected_m": 0}, "expected_m=0: expected a positive integer"),
     "a guess of 2.5": ({"expected_m": 2.5}, "expected_m: expected an integer"),
@@ -170,9 +176,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "accurate=2": ({"accurate": 2}, "accurate: expected True or False"),
     "gate_first=None": ({"gate_first": None}, "gate_first: expected True or False"),
     "out of float32": (
-        {"out": torch.empty(EXPERTS, ROWS, HIDDEN)}, "output: expected dtype torch.bfloat16"),
+        {"out": torch.empty(EXPERTS, ROWS, HIDDEN)}, "out: expected dtype torch.bfloat16"),
     "out of other rows": (
-        {"out": torch.empty(EXPERTS, 6, HIDDEN).bfloat16()}, r"output: expected shape \[5, 7,"),
+        {"out": torch.empty(EXPERTS, 6, HIDDEN).bfloat16()}, r"out: expected shape \[5, 7,"),
 }  # fmt: skip
 
 
@@ -185,7 +191,7 @@ def test_what_is_refused_by_name(what):
 
 def test_out_in_the_memory_of_an_input():
     given = call(torch.bfloat16)
-    with pytest.raises(ValueError, match="^output: expected memory of its own, got some of x"):
+    with pytest.raises(ValueError, match="^out: expected memory of its own, got some of x"):
         batched_experts(**given, out=given["x"])
 
 

@@ -21,6 +21,8 @@ from moe_fp8.layer.metrics import calc_diff
 from moe_fp8.layer.routing import choose_experts
 from moe_fp8.problem import MoeInputs
 from test_functional import ROUTING, SHAPE, tensors_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from scripts.common.project import ROOT
 
@@ -173,6 +175,19 @@ def in_form(name: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
     else:
         given["gate_first"] = True
     return given
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_dtensor_is_refused_by_name(alone, name):
+    """Its shape is that of all ranks' parts together, and it has no address."""
+    given = dict(zip(TENSORS, given_to(0, 1, 9), strict=True))
+    mesh = init_device_mesh("cpu", (1,))
+    given[name] = DTensor.from_local(given[name], mesh, [Replicate()])
+    options: dict[str, Any] = {"n_group": 1, "topk_group": 1, "top_k": 2}
+    for layer, rank in ((fused_moe, ""), (expert_parallel_moe, "rank 0: ")):
+        wanted = f"^{rank}{name}: expected memory that a kernel can read, got DTensor"
+        with pytest.raises(ValueError, match=wanted):
+            layer(**given, **options)
 
 
 FORMS = ("bfloat16 tokens", "bfloat16 logits", "float32 bias", "no bias", "scales by token",

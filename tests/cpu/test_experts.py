@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import bruteforce
+import numpy as np
 import pytest
 import test_misuse
 import torch
@@ -429,7 +430,7 @@ def test_a_wrong_tensor_is_named(name, fault):
     call[name] = FAULTS[fault](call[name])
     with pytest.raises(ValueError) as error:
         experts(**call)
-    wanted = OTHERS.get((name, fault), "output" if name == "out" else name)
+    wanted = OTHERS.get((name, fault), name)
     assert str(error.value).startswith((f"{wanted}:", f"{wanted}=")), error.value
 
 
@@ -445,6 +446,7 @@ def test_a_wrong_tensor_is_named(name, fault):
         ({"gate_first": 1}, "gate_first: expected True or False, got 1"),
         ({"accurate": None}, "accurate: expected True or False, got None"),
         ({"x": torch.zeros(5, 256).bfloat16()}, "x_scale: expected None with x of torch.bfloat16"),
+        ({"x": np.zeros((5, 256))}, "x: .* of torch.float8_e4m3fn or torch.bfloat16, got ndarray"),
         ({"x": torch.zeros(5, 256)}, "x: expected dtype torch.float8_e4m3fn or torch.bfloat16"),
         ({"topk_ids": torch.zeros(5, 3)}, "topk_ids: expected dtype torch.int32 or torch.int64"),
         ({"topk_weights": torch.zeros(5, 3).double()}, "topk_weights: expected dtype .*float32"),
@@ -466,11 +468,12 @@ def test_what_is_refused_is_named(changes, message):
     ("changes", "message"),
     [
         ({"hidden_states": torch.zeros(5, 256).bfloat16()}, "hidden_states_scale: expected None"),
+        ({"hidden_states": np.zeros((5, 256))}, "hidden_states: .* or torch.bfloat16, got ndarray"),
         ({"hidden_states_scale": None}, "hidden_states_scale: expected a torch.float32 tensor"),
         ({"hidden_states_scale": torch.ones(5)}, r"hidden_states_scale: expected shape \[2, 5\]"),
         ({"hidden_states_scale": torch.tensor(1.0)}, r"hidden_states_scale: expected shape"),
         ({"gate_first": 0}, "gate_first: expected True or False, got 0"),
-        ({"routing_logits": torch.zeros(40)}, r"routing_logits: .* \[T, E\], got \[40\]"),
+        ({"routing_logits": torch.zeros(40)}, r"routing_logits: .* \[T, E\], got .* \[40\]"),
         ({"routing_logits": torch.zeros(5, 16).half()}, "routing_logits: expected dtype torch.flo"),
         ({"routing_bias": torch.zeros(1, 16)}, r"routing_bias: expected shape \[16\]"),
     ],
@@ -483,17 +486,17 @@ def test_what_the_layer_with_its_routing_refuses(changes, message):
 
 @pytest.mark.parametrize("apart", [1, 0, -1])
 def test_an_output_between_the_lines_of_scales_that_lie_apart(apart):
-    """They reach further than they have elements: 32 bytes from line to line 4 KB apart, and the
-    output is past the first one's. Behind the last one it has memory of its own."""
-    call, floats = call_of(4), 4 * SHAPE.hidden_size // 2
+    """They reach further than they have elements: 20 bytes from line to line 4 KB apart, and the
+    output is past the first one's. Behind the last element it has memory of its own."""
+    call, floats = call_of(5), 5 * SHAPE.hidden_size // 2
     room = torch.zeros(2 * floats + 64, dtype=torch.float32)
-    scale = room.as_strided((2, 4), (floats + 16, 1))
+    scale = room.as_strided((2, 5), (floats + 16, 1))
     scale.copy_(call["x_scale"])
-    last = floats + 16 + 4
-    out = room[16 if apart > 0 else last + 4 * apart :][:floats].view(torch.bfloat16).view(4, -1)
+    begin = 16 if apart > 0 else floats + 16 + 8 + 4 * apart
+    out = room[begin:][:floats].view(torch.bfloat16).view(5, -1)
     given = call | {"x_scale": scale, "out": out}
     if apart:
-        with pytest.raises(ValueError, match="^output: expected memory of its own, got .* x_scale"):
+        with pytest.raises(ValueError, match="^out: expected memory of its own, got .* x_scale"):
             experts(**given)
     else:
         assert experts(**given) is out

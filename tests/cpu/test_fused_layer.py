@@ -71,7 +71,7 @@ def called(gpus, monkeypatch) -> list[str]:
         calls.append("prepared")
         return lambda inputs, output: calls.append(f"fused {tokens}")
 
-    def validated(inputs, output, shape, form=None) -> int:
+    def validated(inputs, output, shape, form, out_name) -> int:
         calls.append("validated")
         return output.shape[0]
 
@@ -183,9 +183,14 @@ BATCHED = Form(torch.int32, None, batched=True)
 def batched(rows: int = TOKENS, expected_m: int = 3, **changed) -> tuple[BatchedInputs, OnGpu]:
     tensors = (OnGpu(device=torch.device("cuda", 0), shape=(4, rows, 256)) for _ in range(8))
     first, output, x, _, *rest = tensors
-    scales = torch.zeros(4, rows, 2)  # whose strides are looked at
+    given = BatchedInputs(first, expected_m, x, strided(torch.zeros(4, rows, 2)), *rest)
+    return given._replace(**changed), output
+
+
+def strided(scales: torch.Tensor) -> torch.Tensor:
+    """On the GPU as far as it is looked at, but for its strides and its bits."""
     scales.data_ptr, scales.get_device = (lambda: 2**50), (lambda: 0)
-    return BatchedInputs(first, expected_m, x, scales, *rest)._replace(**changed), output
+    return scales
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,18 @@ def test_batched_calls_are_kept_by_rows_and_by_the_guess(changed, again, called,
     expected = again if again is not None else gpus == 1
     assert ("validated" not in called) == expected
     assert called[-1] == f"fused {changed.get('rows', TOKENS)}"
+
+
+def test_batched_scales_of_any_strides_but_negated_ones(called):
+    """The compiled function takes those strides that torch's negated views have."""
+    layer = BatchedLayer(GIVEN, form=BATCHED)
+    layer(*batched())
+    transposed = torch.zeros(4, 2, TOKENS).transpose(1, 2)
+    negated = torch.zeros(4, TOKENS, 2, dtype=torch.cfloat).conj().imag
+    for scales, validated in ((transposed, []), (negated, ["validated"])):
+        called.clear()
+        layer(*batched(x_scale=strided(scales)))
+        assert called == [*validated, f"fused {TOKENS}"]
 
 
 def test_a_batched_output_whose_experts_lie_apart_is_validated(called):
@@ -245,6 +262,22 @@ def test_an_output_in_an_inputs_memory_is_validated(make, arguments, called):
         output.address = tensor.data_ptr() - 2 * math.prod(output.shape) + 1
         layer(inputs, output)
         assert called == ["validated", f"fused {TOKENS}"], name
+
+
+@pytest.mark.parametrize(("make", "arguments"), LAYERS.values(), ids=LAYERS)
+def test_a_tensor_without_an_address_is_validated(make, arguments, called):
+    """As a DTensor is, of whose memory the compiled function asks nothing."""
+    layer, (inputs, output) = make(), arguments()
+    layer(inputs, output)
+    tensors = [x for x in (*inputs, output) if hasattr(x, "data_ptr")]
+    assert len(tensors) == len(layer.tensors_of(inputs)) + 1
+    for tensor in tensors:
+        called.clear()
+        address = tensor.data_ptr
+        tensor.data_ptr = lambda: 0
+        layer(inputs, output)
+        tensor.data_ptr = address
+        assert called == ["validated", f"fused {TOKENS}"]
 
 
 def refuse(*arguments) -> int:

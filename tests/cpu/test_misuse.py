@@ -20,7 +20,7 @@ from moe_fp8.layer.pipeline import Layer
 from moe_fp8.problem import MoeInputs, MoeShape
 from test_functional import ROUTING, tensors_of
 from test_pipeline import layers_of, output_of
-from test_problem import misaligned
+from test_problem import freed, misaligned
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("MOE_FP8_FUZZ", "12"))
@@ -49,6 +49,9 @@ FAULTS: dict[str, Callable[[torch.Tensor], object]] = {
     "device": lambda x: x.to("meta"),
     "address": misaligned,
     "sparse": lambda x: x.float().to_sparse(),
+    "freed": freed,
+    "negated": torch._neg_view,
+    "nested": lambda x: torch.nested.nested_tensor(2 * [x.float()]),
     "no tensor": lambda x: [[1.0]],
     "nothing": lambda x: None,
 }
@@ -74,7 +77,7 @@ def test_a_wrong_tensor_is_named(name: str, fault: str) -> None:
         ("hidden_states", "shape"): "hidden_size",
         ("gemm2_weights", "shape"): "intermediate_size",
     }
-    wanted = others.get((name, fault), "output" if name == "out" else name)
+    wanted = others.get((name, fault), name)
     assert str(error.value).startswith((f"{wanted}:", f"{wanted}=")), error.value
 
 

@@ -69,6 +69,13 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory was given back, as FSDP does between steps."""
+    out = x.clone()
+    out.untyped_storage().resize_(0)
+    return out
+
+
 def of_shape(change):
     """An empty tensor whose dimensions are changed."""
     return lambda x: torch.zeros(change(list(x.shape)), dtype=x.dtype)
@@ -87,6 +94,8 @@ FAULTS = {  # name: (the argument with the fault, what the message says of it)
     "address": (misaligned, "a multiple of 16, got 0x"),
     "device": (lambda x: x.to("meta"), "expected device cpu, got meta"),
     "sparse": (lambda x: x.float().to_sparse(), "dense .* got layout"),
+    "freed": (freed, "expected memory .* got Tensor at address 0"),
+    "negated": (torch._neg_view, "got a negated view"),
     "last": (of_shape(lambda dims: [*dims[:-1], dims[-1] + 16]), "expected shape"),
     "first": (of_shape(lambda dims: [dims[0] + 1, *dims[1:]]), "expected shape"),
     "rank+1": (of_shape(lambda dims: [*dims, 1]), "expected shape"),
@@ -215,8 +224,9 @@ def test_renormalize_takes_no_bias():
 
 
 def test_validation_costs_little(good):
-    """Counts calls, which no busy machine changes: 87 with Python 3.11, 5 us on an idle machine."""
+    """Counts calls, which no busy machine changes: 79 with Python 3.11, 5 us on an idle machine."""
     inputs, output = split(good)
+    validate(inputs, output, SHAPE)  # what is remembered
     calls = 0
 
     def count(frame, event, argument) -> None:
@@ -228,7 +238,7 @@ def test_validation_costs_little(good):
         validate(inputs, output, SHAPE)
     finally:
         sys.setprofile(None)
-    assert 0 < calls < 120, calls
+    assert 0 < calls < 100, calls
 
 
 @pytest.mark.parametrize(

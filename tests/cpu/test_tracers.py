@@ -133,6 +133,25 @@ def test_meta_tensors(layer):
     assert (out.shape, out.dtype) == (given[tokens_of(layer)].shape, torch.bfloat16)
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "none": lambda x: None,
+    "a list": torch.Tensor.tolist,
+    "on meta": lambda x: x.to("meta"),
+}
+
+
+@LAYERS
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_beside_tokens_of_a_subclass_what_is_wrong_is_named(layer, change):
+    """An operator would not name it."""
+    given, what = tensors(), tokens_of(layer)
+    given[what] = torch.nn.Parameter(given[what], requires_grad=False)
+    assert torch.equal(layer(given), layer(tensors()))
+    given |= {name: change(given[name]) for name in ("ids", "logits", "num_tokens")}
+    with pytest.raises(ValueError, match="^(topk_|routing_|num_|x).*: expected"):
+        layer(given)
+
+
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "Vmap": lambda f, x: torch.func.vmap(f)(x[None]),
     "Grad": lambda f, x: torch.func.grad(lambda x: f(x).float().sum())(x),

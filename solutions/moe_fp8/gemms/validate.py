@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import Signature, Spec
+from ..arguments import Signature, Spec, described
 from ..numerics import BLOCK
 
 TILE_ROWS = 128
@@ -39,8 +39,7 @@ def validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out) -> None:
 
 def _sizes(name: str, tensor: Any, dims: tuple[str, ...]) -> tuple[int, ...]:
     if not isinstance(tensor, torch.Tensor) or tensor.dim() != len(dims):
-        given = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ValueError(f"{name}: expected a tensor [{', '.join(dims)}], got {given}")
+        raise ValueError(f"{name}: expected a tensor [{', '.join(dims)}], got {described(tensor)}")
     return tuple(tensor.shape)
 
 

@@ -28,6 +28,7 @@ class FusedLayer:
     # Of both GEMMs by T, the shape and the terms; None takes the architecture's.
     configs: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
     form: Form | None = None  # of the tensors, None: the definition's
+    out_name: str = field(default="output", compare=False)  # of the output, in messages
     # By `key`, what is left to do of a call once one like it has been made.
     calls: dict[tuple[int, ...], tuple[FusedCall, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -38,6 +39,10 @@ class FusedLayer:
     @functools.cached_property
     def given_form(self) -> Form:
         return self.form or Form.usual(self.shape)
+
+    @functools.cached_property
+    def tensors_of(self) -> Callable[[Any], tuple[Any, ...]]:
+        return tensors_of(self.given_form)
 
     def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
         """The GPU, the number that memory follows from, and, last, the one that configs do."""
@@ -71,7 +76,7 @@ class FusedLayer:
         try:
             call(inputs, output)
         except Exception:
-            validate(inputs, output, self.shape, self.form)
+            validate(inputs, output, self.shape, self.form, self.out_name)
             raise
         mark("fused")
 
@@ -81,11 +86,11 @@ class FusedLayer:
         at neither devices nor memory."""
         try:
             call, known = self.calls[self.key(inputs, output)]
-            tensors = tensors_of(inputs, output, self.given_form)
+            tensors = (*self.tensors_of(inputs), output)
             usual = (
                 _is_usual(inputs, output)
                 and (_one_gpu() or _all_on(output.get_device(), tensors))
-                and known.overlapped(tensors) is None
+                and known.misplaced(tensors) is None
             )
             return call if usual else None
         except (AttributeError, IndexError, KeyError, RuntimeError):
@@ -93,7 +98,7 @@ class FusedLayer:
 
     @torch.inference_mode()
     def _validated(self, inputs: Any, output: torch.Tensor, mark: Mark) -> None:
-        tokens = validate(inputs, output, self.shape, self.form)
+        tokens = validate(inputs, output, self.shape, self.form, self.out_name)
         select(output.device)  # refuse an unsupported GPU before anything is launched
         if tokens:
             with on_device(output.device):

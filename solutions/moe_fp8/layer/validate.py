@@ -1,6 +1,8 @@
 """The arguments of the layer: what is expected of each."""
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ def validate(
     output: torch.Tensor,
     shape: MoeShape,
     form: Form | None = None,
+    out_name: str = "output",
 ) -> int:
     """Check every argument and return the number of tokens T, or of rows R of each expert. Launches
     and reads nothing on a GPU.
 
-    Without a form the definition's types and layouts are expected.
+    Without a form the definition's types and layouts are expected. A message calls the output
+    `out_name`.
 
     Raises:
         ValueError: names the argument, what was expected and given, and why.
@@ -33,7 +37,8 @@ def validate(
     counted, dim, place = (inputs[2], 3, 1) if form.batched else (inputs[0], 2, 0)
     known = isinstance(counted, torch.Tensor) and counted.dim() == dim
     tokens = counted.shape[place] if known else -1
-    signature(shape, tokens, form).check(tensors_of(inputs, output, form))
+    tensors = (*tensors_of(form)(inputs), output)
+    signature(shape, tokens, form, out_name).check(tensors)
     names = inputs._fields
     if form.bias is None and not form.batched and inputs[1] is not None:
         given = type(inputs[1]).__name__
@@ -63,19 +68,16 @@ def _check_rows(rows: int, shape: MoeShape) -> None:
         raise ValueError(f"x: expected at most {most} rows of an expert, got {rows}")
 
 
-def tensors_of(inputs: Inputs, output: torch.Tensor, form: Form) -> tuple[Any, ...]:
-    """The tensors among the arguments, in order."""
-    if form.bias is not None and form.has_scales and not form.has_map:
-        return (*inputs[:8], output)
-    bias = inputs[1:2] if form.bias is not None else ()
-    scale = inputs[3:4] if form.has_scales else ()
-    expert_map = inputs[9:] if form.has_map else ()
-    return (inputs[0], *bias, inputs[2], *scale, *inputs[4:8], *expert_map, output)
+def tensors_of(form: Form) -> Callable[[Inputs], tuple[Any, ...]]:
+    """Return a function that takes the tensors out of the inputs, in order."""
+    bias, scale = (1,) * (form.bias is not None), (3,) * form.has_scales
+    places = 0, *bias, 2, *scale, 4, 5, 6, 7, *((9,) * form.has_map)
+    return operator.itemgetter(*places)
 
 
 @functools.lru_cache(maxsize=64)
-def signature(shape: MoeShape, tokens: int, form: Form) -> Signature:
-    """What is expected of `tensors_of`."""
+def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output") -> Signature:
+    """What is expected of `tensors_of` and of the output."""
     given = shape.routing == "given"
     kind = BatchedInputs if form.batched else RoutedInputs if given else MoeInputs
     names = kind._fields
@@ -90,7 +92,7 @@ def signature(shape: MoeShape, tokens: int, form: Form) -> Signature:
         Spec(names[7], (e, h // BLOCK, i // BLOCK), scale, block, size),
     )
     if form.batched:
-        return _batched_signature(shape, tokens, form, weights)
+        return _batched_signature(shape, tokens, form, weights, out_name)
     specs = []
     if given:
         slots, each = (tokens, shape.top_k), f"one for each of the {shape.top_k} experts of a token"
@@ -112,11 +114,11 @@ def signature(shape: MoeShape, tokens: int, form: Form) -> Signature:
         experts = (shape.num_experts,)
         specs.append(Spec("expert_map", experts, torch.int32, "an id's local expert, or -1", 4))
     written = "one row per token, written in place"
-    return Signature(*specs, Spec("output", (tokens, h), torch.bfloat16, written))
+    return Signature(*specs, Spec(out_name, (tokens, h), torch.bfloat16, written))
 
 
 def _batched_signature(
-    shape: MoeShape, rows: int, form: Form, weights: tuple[Spec, ...]
+    shape: MoeShape, rows: int, form: Form, weights: tuple[Spec, ...], out_name: str
 ) -> Signature:
     experts, h = shape.num_local_experts, shape.hidden_size
     scales: tuple[Spec, ...] = ()
@@ -128,5 +130,5 @@ def _batched_signature(
         Spec("x", (experts, rows, h), form.x, "as many rows of each expert"),
         *scales,
         *weights,
-        Spec("output", (experts, rows, h), torch.bfloat16, "one row per row of x"),
+        Spec(out_name, (experts, rows, h), torch.bfloat16, "one row per row of x"),
     )
