@@ -3,8 +3,11 @@
 Plain torch; the scale maps a block's largest magnitude to FP8's largest value.
 """
 
+from typing import Any
+
 import torch
 
+from .arguments import described
 from .numerics import BLOCK, FP8_MAX, MANTISSA
 
 
@@ -14,11 +17,13 @@ def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, t
     `[T, H]` of any floating-point type becomes `[T, H]` float8_e4m3fn and `[H/128, T]` float32.
 
     Raises:
-        ValueError: H is no multiple of 128.
+        ValueError: it is no such tensor, or H is no multiple of 128.
     """
+    if not is_floating(x) or x.dim() != 2 or x.shape[1] % BLOCK:
+        raise ValueError(
+            f"x: expected floating-point [T, H], H a multiple of {BLOCK}, got {described(x)}"
+        )
     tokens, hidden = x.shape
-    if hidden % BLOCK:
-        raise ValueError(f"width {hidden}: expected a multiple of {BLOCK}")
     blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
     scale = block_scale(blocks.abs().amax(dim=-1), ue8m0)
     # A copy of one token's, too, which are contiguous either way: else its layer would be another
@@ -34,15 +39,22 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     `[..., N/128, K/128]` float32.
 
     Raises:
-        ValueError: N or K is no multiple of 128.
+        ValueError: it is no such tensor, or N or K is no multiple of 128.
     """
+    if not is_floating(w) or w.dim() < 2 or w.shape[-2] % BLOCK or w.shape[-1] % BLOCK:
+        raise ValueError(
+            f"w: expected floating-point [..., N, K], multiples of {BLOCK}, got {described(w)}"
+        )
     *experts, n, k = w.shape
-    if n % BLOCK or k % BLOCK:
-        raise ValueError(f"weights of {n} x {k}: expected multiples of {BLOCK}")
     blocks = w.float().view(*experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
     scale = block_scale(blocks.abs().amax(dim=(-3, -1)))
     q = _rounded(blocks, scale.view(*experts, n // BLOCK, 1, k // BLOCK, 1))
     return q.view(w.shape).contiguous(), scale.contiguous()
+
+
+def is_floating(argument: Any) -> bool:
+    """True if it is a tensor of floating-point numbers."""
+    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
 
 
 def block_scale(largest: torch.Tensor, ue8m0: bool = False) -> torch.Tensor:

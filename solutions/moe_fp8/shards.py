@@ -2,10 +2,13 @@
 
 import torch
 
+from .arguments import check_integer, described
 from .numerics import BLOCK
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """`w13`, `w13_scale`, `w2`, `w2_scale` as in `experts`."""
+VALUES = (torch.float8_e4m3fn,)
+SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 
 def pad_shard(
@@ -28,9 +31,10 @@ def pad_shard(
 
     Args:
         w13: `[L, 2 I, H]` float8_e4m3fn, in either order of gate and up.
-        w13_scale: `[L, 2 B, H/128]`, of the blocks that the shard has a part of.
+        w13_scale: `[L, 2 B, H/128]` float32 or float8_e8m0fnu, of the blocks that the shard has a
+            part of.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, B]`.
+        w2_scale: `[L, H/128, B]` of the same type.
         first: the shard's first column among those of the whole weights.
 
     Returns:
@@ -38,26 +42,31 @@ def pad_shard(
         the shard consists of whole blocks.
 
     Raises:
-        ValueError: a shape is wrong; the message names the argument.
+        ValueError: an argument's shape, type or device is wrong; the message names it.
     """
-    if w2.dim() != 3 or w13.dim() != 3:
-        shapes = f"{list(w13.shape)} and {list(w2.shape)}"
-        raise ValueError(f"w13, w2: expected [L, 2 I, H] and [L, H, I], got {shapes}")
+    check_integer("first", first)
+    if first < 0:
+        raise ValueError(f"first: expected a column, 0 or more, got {first}")
+    if not isinstance(w2, torch.Tensor) or w2.dim() != 3 or w2.shape[1] % BLOCK:
+        raise ValueError(f"w2: expected [L, H, I], H a multiple of {BLOCK}, got {described(w2)}")
     local, hidden, width = w2.shape
-    offset = first % BLOCK
+    offset = int(first) % BLOCK
     blocks = -(-(offset + width) // BLOCK)
-    for name, tensor, shape in (
-        ("w13", w13, (local, 2 * width, hidden)),
-        ("w13_scale", w13_scale, (local, 2 * blocks, hidden // BLOCK)),
-        ("w2_scale", w2_scale, (local, hidden // BLOCK, blocks)),
+    for name, tensor, types, shape in (
+        ("w2", w2, VALUES, w2.shape),
+        ("w13", w13, VALUES, (local, 2 * width, hidden)),
+        ("w13_scale", w13_scale, SCALES, (local, 2 * blocks, hidden // BLOCK)),
+        ("w2_scale", w2_scale, SCALES, (local, hidden // BLOCK, blocks)),
     ):
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
+        right = isinstance(tensor, torch.Tensor) and tensor.shape == shape
+        if not right or tensor.dtype not in types or tensor.device != w2.device:
+            wanted = f"{' or '.join(map(str, types))} {list(shape)} on {w2.device}"
+            raise ValueError(f"{name}: expected {wanted}, got {described(tensor)}")
     if width == blocks * BLOCK:
         return w13, w13_scale, w2, w2_scale
     own = slice(offset, offset + width)
     wide13 = w13.new_zeros((local, 2, blocks * BLOCK, hidden))
-    wide13[:, :, own] = w13.view(local, 2, width, hidden)
+    wide13[:, :, own] = w13.unflatten(1, (2, width))
     wide2 = w2.new_zeros((local, hidden, blocks * BLOCK))
     wide2[:, :, own] = w2
     return wide13.flatten(1, 2), w13_scale, wide2, w2_scale

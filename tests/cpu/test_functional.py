@@ -243,12 +243,27 @@ def test_zeros_are_zeros():
         assert (q.float() == 0).all() and (scale == 1).all()
 
 
+ROWS = r"^x: expected floating-point \[T, H\], H a multiple of 128, got "
+BLOCKS = r"^w: expected floating-point \[..., N, K\], multiples of 128, got "
+
+
 @pytest.mark.parametrize(
-    ("quantise", "size"), [(quantise_rows, (2, 100)), (quantise_blocks, (1, 128, 100))]
+    ("quantise", "given", "message"),
+    [
+        (quantise_rows, torch.zeros(2, 100), ROWS + r"torch.float32 \[2, 100\]"),
+        (quantise_rows, torch.zeros(128), ROWS + r"torch.float32 \[128\]"),
+        (quantise_rows, torch.zeros(2, 128).int(), ROWS + "torch.int32"),
+        (quantise_rows, [[0.0]], ROWS + "list$"),
+        (quantise_blocks, torch.zeros(1, 128, 100), BLOCKS + r"torch.float32 \[1, 128, 100\]"),
+        (quantise_blocks, torch.zeros(1, 100, 128), BLOCKS),
+        (quantise_blocks, torch.zeros(128), BLOCKS + r"torch.float32 \[128\]"),
+        (quantise_blocks, torch.zeros(128, 128).cfloat(), BLOCKS + "torch.complex64"),
+        (quantise_blocks, None, BLOCKS + "NoneType$"),
+    ],
 )
-def test_no_whole_blocks(quantise, size):
-    with pytest.raises(ValueError, match="expected .*multiples? of 128"):
-        quantise(torch.zeros(size))
+def test_what_cannot_be_quantised_is_named(quantise, given, message):
+    with pytest.raises(ValueError, match=message):
+        quantise(given)
 
 
 def test_the_module_of_the_examples_keeps_the_bias_as_it_is(monkeypatch):

@@ -1,5 +1,7 @@
 """Shards of the experts' width that are no multiple of 128: their sum is the layer's."""
 
+import re
+
 import pytest
 import torch
 from engines.reference import Weights, layer, wide
@@ -51,19 +53,47 @@ def test_whole_blocks_are_not_copied():
     assert all(a is b for a, b in zip(pad_shard(*shard, first), shard, strict=True))
 
 
+FP8, F32 = "torch.float8_e4m3fn", "torch.float32"
+ANY = f"{F32} or torch.float8_e8m0fnu"
+
+
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("place", "change", "message"),
     [
-        (0, r"w13: expected \[4, 384, 256\], got \[4, 383, 256\]"),
-        (1, r"w13_scale: expected \[4, 4, 2\], got \[4, 3, 2\]"),
-        (3, r"w2_scale: expected \[4, 2, 2\], got \[4, 1, 2\]"),
+        (
+            0,
+            lambda w: w[:, 1:],
+            f"w13: expected {FP8} [4, 384, 256] on cpu, got {FP8} [4, 383, 256]",
+        ),
+        (
+            0,
+            lambda w: w.bfloat16(),
+            f"w13: expected {FP8} [4, 384, 256] on cpu, got torch.bfloat16",
+        ),
+        (0, lambda w: None, f"w13: expected {FP8} [4, 384, 256] on cpu, got NoneType"),
+        (1, lambda s: s[:, 1:], f"w13_scale: expected {ANY} [4, 4, 2] on cpu, got {F32} [4, 3, 2]"),
+        (
+            1,
+            lambda s: s.to("meta"),
+            f"w13_scale: expected {ANY} [4, 4, 2] on cpu, got {F32} [4, 4, 2] on meta",
+        ),
+        (2, lambda w: w[0], f"w2: expected [L, H, I], H a multiple of 128, got {FP8} [256, 192]"),
+        (
+            2,
+            lambda w: w[:, :200],
+            f"w2: expected [L, H, I], H a multiple of 128, got {FP8} [4, 200, 192]",
+        ),
+        (2, lambda w: w.bfloat16(), f"w2: expected {FP8} [4, 256, 192] on cpu, got torch.bfloat16"),
+        (3, lambda s: s[:, 1:], f"w2_scale: expected {ANY} [4, 2, 2] on cpu, got {F32} [4, 1, 2]"),
+        (3, lambda s: s.half(), f"w2_scale: expected {ANY} [4, 2, 2] on cpu, got torch.float16"),
+        (4, lambda first: 64.0, "first: expected an integer, got 64.0 of type float"),
+        (4, lambda first: None, "first: expected an integer, got None"),
+        (4, lambda first: -64, "first: expected a column, 0 or more, got -64"),
     ],
 )
-def test_a_wrong_shape_is_named(place, message):
+def test_what_is_wrong_is_named(place, change, message):
     shard, first = shard_of(Weights(LOCAL, HIDDEN, 384), 1, 2)
-    wrong = list(shard)
-    wrong[place] = shard[place][:, :-1]
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        pad_shard(*wrong, first)
-    with pytest.raises(ValueError, match="^w13, w2: expected"):
-        pad_shard(shard[0], shard[1], shard[2][0], shard[3], first)
+    wrong: list = [*shard, first]
+    wrong[place] = change(wrong[place])
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        pad_shard(*wrong)
