@@ -101,10 +101,12 @@ def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, 
 
 
 def odd_tokens(tokens: int, hidden: int) -> torch.Tensor:
-    """Blocks of every magnitude, of zeros of both signs, with a NaN, with infinities."""
+    """Blocks of every magnitude, of zeros of both signs, with a NaN, with infinities; of some the
+    largest value is 448 times a power of two."""
     torch.manual_seed(tokens)
     x = torch.randn(tokens, hidden).bfloat16()
     blocks = x.view(-1, 128)
+    blocks[8::14, 9] = 28.0
     exponents = torch.linspace(-133, 127, len(blocks))
     blocks *= torch.exp2(exponents.round()).bfloat16().unsqueeze(1)
     blocks.nan_to_num_(posinf=1e38, neginf=-1e38)
@@ -125,14 +127,15 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
 @pytest.mark.parametrize("hidden", [384, *more(128, 7168)])
-@pytest.mark.parametrize("kind", ["bfloat16", "token-major", "padded"])
+@pytest.mark.parametrize("kind", ["bfloat16", "powers of two", "token-major", "padded"])
 def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
     monkeypatch.setattr(kernels, "target_of", lambda device: target)
     tokens, rows = 19, 24
     torch.manual_seed(0)
     x = odd_tokens(tokens, hidden)
     given: tuple[torch.Tensor, torch.Tensor | None] = (x, None)
-    if kind != "bfloat16":
+    ue8m0 = kind == "powers of two"
+    if kind not in ("bfloat16", "powers of two"):
         q, scale = quantise_rows(x)
         if kind == "token-major":
             given = q, scale.t().contiguous().t()
@@ -145,7 +148,7 @@ def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
     for permute in (model.permute, kernels.permute):
         a = torch.full((rows, hidden), 3.0).to(torch.float8_e4m3fn)
         a_scale = torch.full((hidden // 128, rows), 3.0)
-        permute(*given, pair_row, a, a_scale)
+        permute(*given, pair_row, a, a_scale, ue8m0)
         outputs.append((a, a_scale))
     (wanted, wanted_scale), (a, a_scale) = outputs
     assert same(a, wanted) and same(a_scale, wanted_scale)

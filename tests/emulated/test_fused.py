@@ -280,7 +280,7 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
 GATHERED = ("word", "choose", "number", "gemm1", "gemm2", "combine")
 PERMUTED = (*GATHERED[:3], "permute", *GATHERED[3:])
 NOT_NEEDED_WITHIN_A_CALL = {"word", "choose"}
-"""The first kernel waits for the call before."""
+"""The first kernel waits for the call before: test_back_to_back."""
 
 
 @pytest.mark.all
@@ -292,55 +292,6 @@ NOT_NEEDED_WITHIN_A_CALL = {"word", "choose"}
 def test_without_a_wait_for_the_kernel_before(name, kernels, which, emulator):
     edit = replace(r"griddepcontrol\.wait;", "", kernels.index(which))
     assert noticed(name, edit, emulator) == (which not in NOT_NEEDED_WITHIN_A_CALL)
-
-
-def two_calls(
-    second: int, emulator, name: str = "8 swapped"
-) -> tuple[list[torch.Tensor], set[str]]:
-    """Outputs of two calls on one workspace with nothing between them, and the hazards seen.
-
-    The first one has 41 tokens, the other one `second`.
-    """
-    emulator.options.poison_races = CONFIGS[name][1].dynamic
-    function = kernels.compile_fused(SHAPE, *CONFIGS[name], 4, "sm_90a")
-    cases = [inputs_of(41, 4), inputs_of(second, 4)]
-    outputs = [torch.full(x.hidden_states.shape, torch.nan, dtype=torch.bfloat16) for x in cases]
-    size = workspace_bytes(SHAPE, 1, 41)
-    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    del emulator.reports[:]
-    with emulator.in_flight():
-        for inputs, output in zip(cases, outputs, strict=True):
-            logits, bias, *tensors = inputs[:8]
-            function(logits, bias, 4, 2.5, *tensors, output, workspace.data_ptr())
-    return outputs, set().union(*(report.hazard_kinds() for report in emulator.reports))
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("second", [9, 40])
-@pytest.mark.parametrize("dependents", ["early", "late", "random"])
-@pytest.mark.parametrize("name", ["8 swapped", "8 swapped, early", "192 on demand"])
-def test_a_call_may_begin_while_the_one_before_ends(name, dependents, second, emulator):
-    """As a caching allocator has it: the next call's workspace is this one's."""
-    emulator.options.dependents = dependents
-    outputs, hazards = two_calls(second, emulator, name)
-    assert hazards == set()
-    for tokens, output in zip((41, second), outputs, strict=True):
-        assert torch.equal(output, output_of(inputs_of(tokens, 4), "128"))
-
-
-@pytest.mark.all
-@pytest.mark.parametrize(("kernel", "second"), [("word", 9), ("choose", 40)])
-def test_without_the_first_kernel_s_wait_calls_collide(kernel, second, emulator):
-    """The first call goes by the rows of the second."""
-    emulator.options.dependents = "early"
-    emulator.host.ptx_transform = replace(r"griddepcontrol\.wait;", "", GATHERED.index(kernel))
-    try:
-        outputs, hazards = two_calls(second, emulator)
-    except emulator.EmulationError as error:
-        assert "outside every registered tensor" in str(error)
-        return
-    emulator.host.ptx_transform = None
-    assert hazards or not torch.equal(outputs[0], output_of(inputs_of(41, 4), "128"))
 
 
 @pytest.mark.all
