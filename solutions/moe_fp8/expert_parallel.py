@@ -173,7 +173,7 @@ def _checked(
         **{name: int(options[name]) for name in ("n_group", "topk_group", "top_k")},
         "routed_scaling_factor": float(inputs.routed_scaling_factor),
         **{name: options[name] for name in ("accurate", "ue8m0")},
-        "swiglu": layer.shape.swiglu,
+        **{f"swiglu_{name}": value for name, value in vars(layer.shape.swiglu).items()},
     }
 
 

@@ -172,9 +172,30 @@ def in_form(name: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         given["routing_bias"] = None
     elif name == "scales by token":
         given["hidden_states_scale"] = given["hidden_states_scale"].t().contiguous().t()
-    else:
-        given["gate_first"] = True
-    return given
+    return given | OPTIONS.get(name, {})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bfloat16 tokens": {"ue8m0": True},
+    "gate first": {"gate_first": True},
+    "a factor": {"routed_scaling_factor": 2.5},
+    "clamped": {"swiglu_limit": 1.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
+    "ue8m0": {"ue8m0": True},
+}
+FORMS = ("bfloat16 tokens", "bfloat16 logits", "float32 bias", "no bias", "scales by token",
+         *list(OPTIONS)[1:])  # fmt: skip
+
+
+@pytest.mark.parametrize("with_buffer", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_takes_what_the_layer_takes(alone, with_buffer, form):
+    usual = given_to(0, 1, 9)
+    arguments = {"n_group": 1, "topk_group": 1, "top_k": 2} | in_form(form, usual)
+    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
+    wanted = fused_moe(**arguments)
+    assert torch.equal(expert_parallel_moe(**arguments, buffer=buffer), wanted)
+    if form in ("float32 bias", "no bias", *OPTIONS):
+        assert not torch.equal(wanted, fused_moe(*usual, n_group=1, topk_group=1, top_k=2))
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -188,22 +209,6 @@ def test_a_dtensor_is_refused_by_name(alone, name):
         wanted = f"^{rank}{name}: expected memory that a kernel can read, got DTensor"
         with pytest.raises(ValueError, match=wanted):
             layer(**given, **options)
-
-
-FORMS = ("bfloat16 tokens", "bfloat16 logits", "float32 bias", "no bias", "scales by token",
-         "gate first")  # fmt: skip
-
-
-@pytest.mark.parametrize("with_buffer", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_it_takes_what_the_layer_takes(alone, with_buffer, form):
-    usual = given_to(0, 1, 9)
-    arguments = {"n_group": 1, "topk_group": 1, "top_k": 2} | in_form(form, usual)
-    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
-    wanted = fused_moe(**arguments)
-    assert torch.equal(expert_parallel_moe(**arguments, buffer=buffer), wanted)
-    if form in ("bfloat16 tokens", "float32 bias", "no bias", "gate first"):
-        assert not torch.equal(wanted, fused_moe(*usual, n_group=1, topk_group=1, top_k=2))
 
 
 @pytest.mark.parametrize("with_buffer", [False, True])
@@ -350,7 +355,9 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
     **{f"another {name}": ({1: {name: lambda _, value=value: value}},
                            f"{name}: {SAME} {usual}, {value}, {usual} ")
        for name, usual, value in [("n_group", 6, 3), ("topk_group", 2, 3), ("top_k", 3, 2),
-                                  ("routed_scaling_factor", 1.0, 2.5), ("accurate", False, True)]},
+                                  ("routed_scaling_factor", 1.0, 2.5), ("accurate", False, True),
+                                  ("swiglu_limit", None, 2.0), ("swiglu_alpha", 1.0, 1.702),
+                                  ("swiglu_beta", 0.0, 1.0), ("ue8m0", False, True)]},
 }  # fmt: skip
 
 

@@ -53,6 +53,22 @@ def test_whole_blocks_are_not_copied():
     assert all(a is b for a, b in zip(pad_shard(*shard, first), shard, strict=True))
 
 
+def test_a_shard_as_wide_as_a_block_that_begins_within_one():
+    whole = Weights(LOCAL, HIDDEN, 256)
+    shard = (
+        torch.cat([half[:, 64:192] for half in whole.w13.chunk(2, dim=1)], dim=1), whole.w13_scale,
+        whole.w2[:, :, 64:192].contiguous(), whole.w2_scale,
+    )  # fmt: skip
+    padded = pad_shard(*shard, first=64)
+    for tensor, of_whole, dim in ((padded[0], whole.w13, 1), (padded[2], whole.w2, 2)):
+        halves = zip(tensor.float().split(256, dim), of_whole.float().split(256, dim), strict=True)
+        for half, own in halves:
+            own = own.clone()
+            for beyond in (slice(64), slice(192, 256)):
+                own[(slice(None),) * dim + (beyond,)] = 0
+            assert torch.equal(half, own)
+
+
 FP8, F32 = "torch.float8_e4m3fn", "torch.float32"
 ANY = f"{F32} or torch.float8_e8m0fnu"
 

@@ -101,6 +101,15 @@ def test_scales_are_the_next_powers_of_two(magnitude):
     assert scale[0, 0] == (2.0**-3 if magnitude == 448 * 2.0**-3 else scale[0, 0])
 
 
+def test_scales_of_what_is_not_finite_are_no_powers_of_two():
+    x = torch.ones(4, 128)
+    x[:, 3] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    (q, scale), (wanted, wanted_scale) = quantise_rows(x, ue8m0=True), quantise_rows(x)
+    assert scale[0, :2].isinf().all() and scale[0, 2].isnan() and scale[0, 3] == 2.0**-8
+    torch.testing.assert_close(scale[:, :3], wanted_scale[:, :3], equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(q[:3].view(torch.uint8), wanted[:3].view(torch.uint8))
+
+
 def test_the_layer_makes_scales_that_are_powers_of_two_where_asked_for(problem):
     weights, x, *_ = problem
     ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
