@@ -7,16 +7,21 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_fp8 import compile_ahead, experts, fused_moe, prepare
+from moe_fp8 import compile_ahead, experts, functional, fused_moe, prepare
+from moe_fp8.functional import call_of
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.kernels.cache import CACHE_VARIABLE
+from moe_fp8.layer import fused as layer_fused
 from moe_fp8.layer.pipeline import CHUNK_TOKENS
 from moe_fp8.problem import DEEPSEEK_V3, LARGEST_OFFSET, Form, MoeInputs, MoeShape, RoutedInputs
 from test_tracers import HIDDEN, TOP_K, WEIGHTS, tensors
@@ -140,6 +145,61 @@ def test_of_processes_that_prepare_at_once_one_compiles(geometries, monkeypatch,
     assert compiled == [geometries]
 
 
+@pytest.fixture
+def gpu(monkeypatch) -> SimpleNamespace:
+    """What `prepare` does on GPUs: number `index` is the tensors'."""
+
+    def on_gpu(function, *arguments, **options):
+        layer, inputs, out = call_of(function, *arguments, **options)
+        device = torch.device("cuda", found.index)
+        stand_in = {"is_cuda": True, "device": device, "get_device": lambda: found.index}
+        return layer, inputs, SimpleNamespace(numel=out.numel, **stand_in)
+
+    def fused_call(tokens, device, shape, terms, configs, form):
+        return lambda inputs, out: found.launched.append((tokens, device.index, configs))
+
+    def compile_all(geometries: list) -> int:
+        found.compiled += geometries
+        return len(geometries)
+
+    found = SimpleNamespace(index=0, compiled=[], launched=[])
+    functional._layer.cache_clear()
+    for module, name, value in (
+        (compile_ahead, "call_of", on_gpu),
+        (compile_ahead, "select", lambda device: None),
+        (compile_ahead, "on_device", lambda device: nullcontext()),
+        (compile_ahead, "compile_all", compile_all),
+        (layer_fused, "of_device", lambda device: HOPPER),
+        (operations, "fused_geometry", lambda device, shape, configs, form: configs),
+        (operations, "fused_call", fused_call),
+    ):
+        monkeypatch.setattr(module, name, value)
+    yield found
+    functional._layer.cache_clear()
+
+
+def test_what_is_prepared_is_loaded_once_on_every_gpu(gpu):
+    few = call(tokens=4)
+    assert few == len(gpu.compiled) and gpu.launched == [(1, 0, made) for made in gpu.compiled]
+    assert call(tokens=4) == call(tokens=2) == 0 and len(gpu.launched) == few
+    more = call(tokens=8192)
+    assert more > few and gpu.compiled[few:][:few] == gpu.compiled[:few]
+    assert call(tokens=8192) == call(tokens=4) == 0
+    gpu.index = 1
+    assert call(tokens=4) == few and len(gpu.compiled) == len(gpu.launched) == 2 * few + more
+    assert [index for _, index, _ in gpu.launched] == (few + more) * [0] + few * [1]
+
+
+def test_nothing_is_kept_of_what_is_prepared_with(gpu):
+    """The weights may be freed, moved and written over."""
+    given = tensors()
+    kept = [weakref.ref(tensor) for tensor in given.values()]
+    of = (given["ids"], given["weights"], given["x"], *(given[name] for name in WEIGHTS))
+    assert prepare(experts, *of, tokens=4)
+    del given, of
+    assert not any(tensor() is not None for tensor in kept)
+
+
 def test_nothing_is_to_do_on_the_cpu(monkeypatch):
     monkeypatch.setattr(compile_ahead, "compile_all", None)
     assert call() == call(tokens=8192) == call(accurate=True) == 0
@@ -163,6 +223,8 @@ def test_calls_that_are_wrong():
     of = (given["ids"], given["weights"], given["x"])
     with pytest.raises(ValueError, match=r"^w2_scale: expected shape \[16, 2, 1\]"):
         prepare(experts, *of, *(given[n] for n in WEIGHTS[:3]), given["w2_scale"][:, :1])
+    with pytest.raises(ValueError, match=r"^out: expected dtype torch.bfloat16"):
+        call(out=torch.empty(given["x"].shape))
     with pytest.raises(ValueError, match="at least one token, got none"):
         prepare(experts, *(tensor[:0] for tensor in of), *(given[n] for n in WEIGHTS))
 

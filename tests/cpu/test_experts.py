@@ -113,6 +113,15 @@ def test_the_bits_of_the_layer_with_its_routing(tokens, accurate):
     assert torch.equal(experts(**call, **options), wanted)
 
 
+def test_experts_that_move_between_calls():
+    """By another map, and by another one written over it."""
+    call, placed = call_of(23), random_map()
+    for turn in range(3):
+        moved = placed.roll(3) if turn == 1 else placed.copy_(placed.roll(turn))
+        local = moved.long()[call["topk_ids"]]
+        assert calc_diff(experts(**call, expert_map=moved), brute_force(call, local)) < NEAR
+
+
 def test_an_expert_that_is_given_twice_and_a_weight_of_0():
     ids = torch.tensor([[1, 1, 3], [2, 0, 2], [3, 3, 3], [-1, 1, -1], [0, 1, 2]])
     call = call_of(5, ids=ids)

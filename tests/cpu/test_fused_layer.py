@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from bruteforce import TINY as SHAPE
+from bruteforce import random_inputs
 from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import fused as layer_fused
@@ -110,6 +111,14 @@ def test_calls_are_kept_by_tokens_and_gpu(layer, called, gpus):
         layer(*call(gpu=1))
         again = ["validated", f"fused {TOKENS}"]
         assert called == ["validated", "prepared", *again[1:], *again], "not the current one"
+
+
+def test_no_tokens_first_and_in_between(called):
+    made, none, five = FusedLayer(SHAPE), call(tokens=0), call()
+    for given in (none, five, none, five):
+        made(*given)
+    validated, prepared, fused = "validated", "prepared", f"fused {TOKENS}"
+    assert called == [validated, validated, prepared, fused, validated, fused]
 
 
 def test_parts_of_as_many_tokens_are_prepared_once(layer, called):
@@ -318,10 +327,12 @@ def test_another_error_of_a_good_call_stays_what_it_is(layer, called):
 
 def test_on_the_cpu_nothing_is_kept(gpus):
     """The model compares nothing itself."""
-    on_cpu = FusedLayer(SHAPE)
-    with pytest.raises(ValueError, match="routing_logits"):
-        on_cpu(MoeInputs(*(torch.zeros(1) for _ in range(8)), 0, 1.0), torch.zeros(1, 256))
+    on_cpu, inputs = FusedLayer(SHAPE), random_inputs(SHAPE, TOKENS)
+    output = torch.empty(TOKENS, SHAPE.hidden_size, dtype=torch.bfloat16)
+    on_cpu(inputs, output)
     assert on_cpu.calls == {}
+    with pytest.raises(ValueError, match="routing_logits"):
+        on_cpu(inputs._replace(routing_logits=torch.zeros(1)), output)
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,25 @@ def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, 
     given = RoutedInputs._make(
         (ids, torch.randn(ids.shape), *6 * (torch.empty(0),), offset, placed)
     )
+    check_numbers(given, shape, target, emulator)
+
+
+@pytest.mark.parametrize("tokens", [2047, 2048, 2049])
+def test_rows_of_whole_words_and_one_more_for_128_experts(tokens, emulator):
+    """An expert's eight threads count eight words each of 2048 tokens."""
+    shape = MoeShape(128, 128, 128, 128, 1, 1, 8, "given")
+    torch.manual_seed(tokens)
+    ids = torch.rand(tokens, 128).topk(8).indices.int()
+    tensors = ids, torch.randn(ids.shape), *6 * (torch.empty(0),)
+    check_numbers(RoutedInputs(*tensors, 0, None), shape, "sm_90a", emulator)
+
+
+def check_numbers(given: RoutedInputs, shape: MoeShape, target: str, emulator) -> None:
     m_indptr, pair_row, weights, token_of_row = number(given, shape, target)
-    launched = 1 if tokens <= WORD_TOKENS else 2
+    launched = 1 if len(given.topk_ids) <= WORD_TOKENS else 2
     assert [report.hazards for report in emulator.reports] == [[]] * launched
-    ordered, wanted_weights = given_experts(given, local)
-    wanted = group_rows(ordered, wanted_weights, 0, local)
+    ordered, wanted_weights = given_experts(given, shape.num_local_experts)
+    wanted = group_rows(ordered, wanted_weights, 0, shape.num_local_experts)
     assert torch.equal(m_indptr, wanted.m_indptr) and torch.equal(pair_row, wanted.pair_row)
     assert torch.equal(weights, wanted_weights), "copied, not computed"
     rows = int(m_indptr[-1])

@@ -1,0 +1,124 @@
+"""Digests of machine code: what they notice, and that the stored ones are those of the sources."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.common.project import ROOT
+from scripts.pack import machine_code as code
+
+PTX = """\
+// a comment
+.version 9.1
+.visible .entry kernel_of_moe_fp8_v1(.param .b64 kernel_of_moe_fp8_v1_param_0)
+{
+  ld.param.b64 %rd1, [kernel_of_moe_fp8_v1_param_0];
+}
+"""
+MLIR = """\
+!memref_gmem_f32 = !cute.memref<f32, gmem, "8:1">
+!memref_smem_i8 = !cute.memref<i8, smem, align<1024>, "4096:1">
+module attributes {gpu.container_module} {
+    cuda.kernel @kernel_of_moe_fp8_v1(%arg0: !memref_gmem_f32) {
+      %a = cute.memref.alloca() {smem.struct_fields = ["a:4096:0"]} : !memref_smem_i8
+    }
+  func.func @cutlass_call_v1(%arg0: !memref_gmem_f32) {
+    cuda.launch @kernels::@kernel_of_moe_fp8_v1 (gridDim = (%c132))
+  }
+}
+"""
+
+
+def test_a_digest_covers_code_and_launches_and_no_names() -> None:
+    first = code.digest(PTX, MLIR)
+
+    def other(ptx: str = PTX, mlir: str = MLIR) -> list[bool]:
+        """Tell which of the two parts differ."""
+        parts = zip(first.split("-"), code.digest(ptx, mlir).split("-"), strict=True)
+        return [mine != theirs for mine, theirs in parts]
+
+    renamed = [text.replace("_v1", "_of_another_module_2") for text in (PTX, MLIR)]
+    renamed[0] = renamed[0].replace("a comment", "another").replace("9.1", "9.2")
+    assert other(*renamed) == [False, False]
+    assert other(PTX.replace("%rd1", "%rd2")) == [True, False]
+    assert other(mlir=MLIR.replace("%c132", "%c114")) == [False, True], "the grid"
+    assert other(mlir=MLIR.replace("4096:1", "8192:1")) == [False, True], "shared memory"
+    assert other(mlir=MLIR.replace('"8:1"', '"16:1"')) == [False, True], "types are written out"
+    assert other(mlir=MLIR.replace("!memref_gmem_f32", "!memory")) == [False, False], (
+        "their names are not"
+    )
+    assert other(mlir=MLIR.replace("a:4096", "b:4096")) == [False, False], "nor those of fields"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A directory of results: a record of v1 with the hash `was`, and present digests."""
+    digests = {"sm_90a gemm": "1-1", "sm_90a route": "2-2", "sm_100a gemm": "3-3"}
+    content = {
+        "versions": {"dsl": "4.8.1"},
+        "digests": digests,
+        "kernels": {"cutedsl_moe_fp8_v1": [*digests], "cutedsl_moe_fp8_v2": ["sm_90a route"]},
+        "hashes": {"cutedsl_moe_fp8_v1": "was", "cutedsl_moe_fp8_v2": "was too"},
+    }
+    record = tmp_path / "a-gpu" / "a-day"
+    record.mkdir(parents=True)
+    for directory in (tmp_path, record):
+        code.write(directory / code.FILE, content)
+    return tmp_path
+
+
+def edited(path: Path, change: dict) -> None:
+    content = json.loads(path.read_text("utf-8"))
+    for key, value in change.items():
+        content[key] = {**content[key], **value}
+    code.write(path, content)
+    code.read.cache_clear()
+
+
+V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, (True, True)),
+        ({"digests": {"sm_100a gemm": "0-0"}}, (True, True)),  # no record is of a Blackwell
+        ({"digests": {"sm_90a gemm": "1-0"}}, (False, True)),
+        ({"kernels": {V1: ["sm_90a gemm"]}}, (False, True)),
+        ({"versions": {"dsl": "4.9"}}, (False, False)),
+    ],
+)
+def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, same) -> None:
+    edited(results / code.FILE, change)
+    assert (code.unchanged(V1, "was", results), code.unchanged(V2, "was too", results)) == same
+    assert not code.unchanged(V1, "another", results), "of no record"
+    assert not code.unchanged("triton_moe", "was", results), "of no kernel of ours"
+
+
+def test_units_are_those_that_ship() -> None:
+    units = code.units(every=False)
+    assert len({unit.name for unit in units}) == 46
+    assert {unit.solution for unit in units} == {"v1", "v2", "v3", "flat", "fused", "fused_hifi"}
+    of_hopper = {unit.name for unit in units if unit.solution == "v1" and "sm_90a" in unit.name}
+    assert of_hopper == {
+        "sm_90a main route, names tokens", "sm_90a main swiglu_quant", "sm_90a main combine",
+        "sm_90a main gemm 4096x7168 128x128x128, cluster 1x1, 5 stages",
+        "sm_90a main gemm 7168x2048 128x128x128, cluster 1x1, 5 stages",
+    }  # fmt: skip
+
+
+@pytest.mark.xdist_group("machine code")
+def test_the_stored_digests_are_those_of_the_sources() -> None:
+    """The 46 functions of the main definition; `run.py digests --all` compares every one."""
+    command = [sys.executable, ROOT / "scripts/programs/digests.py"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions")))
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^46 kernels, 0 with other machine code than stored$", done.stdout, re.M)
