@@ -106,9 +106,7 @@ class CudaMeansCpu(TorchFunctionMode):
         if name == "_scaled_mm":
             return _scaled_mm(*args, **kwargs)
         if name == "cuda":
-            out = _aligned(args[0].clone())
-            _register_storage(out)
-            return out
+            function, args, kwargs = torch.Tensor.to, (args[0], "cuda"), {}
         moved = _is_cuda(kwargs.get("device")) or any(map(_is_cuda, args))
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
@@ -116,13 +114,12 @@ class CudaMeansCpu(TorchFunctionMode):
         out = function(*args, **kwargs)
         if name in noise.EMPTY and isinstance(out, torch.Tensor):
             noise.fill_storage(out)
-        if not moved or not isinstance(out, torch.Tensor):
+        if not moved or not isinstance(out, torch.Tensor) or not noise.has_memory(out):
             return out
-        if name == "to" and out is args[0]:
+        if name in ("to", "cuda") and out is args[0]:
             out = out.clone()  # a copy on a device never aliases the host's tensor
         out = _aligned(out)
-        if not out.is_sparse:
-            _register_storage(out)
+        _register_storage(out)
         return out
 
 
@@ -185,8 +182,8 @@ class _Stream:
 def _allocate(size: int, stream: int) -> int:
     """An address that kernels may use; those launched before it is given back keep its memory."""
     memory = _aligned(torch.zeros(size, dtype=torch.uint8))
-    noise.fill(memory)
     address = memory.data_ptr()
+    noise.fill(address, size)
     host.ranges[address] = host.Range(address, address + size, "allocation", memory)
     return address
 

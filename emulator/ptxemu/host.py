@@ -220,8 +220,7 @@ def _on_settle() -> int:
 def _on_alloc(address: int, size: int) -> None:
     """Of cudaMalloc, and with size 0 of cudaFree."""
     if size:
-        memory = (ctypes.c_uint8 * size).from_address(address)
-        noise.fill(torch.frombuffer(memory, dtype=torch.uint8))
+        noise.fill(address, size)
         ranges[address] = Range(address, address + size, "cudaMalloc", None)
     else:
         ranges.pop(address, None)

@@ -4,6 +4,7 @@ A constant may pass for what a kernel ought to have written: 0xFF, as integers -
 The bytes follow from a seed, a number of the process's own unless `PTXEMU_FILL` gives it.
 """
 
+import ctypes
 import os
 import random
 
@@ -19,7 +20,7 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 seed = int(os.environ.get(VARIABLE) or random.SystemRandom().randrange(1 << 32))
 _random = random.Random(seed)
-_block: torch.Tensor | None = None
+_block: ctypes.Array | None = None
 
 
 def begin(of: str) -> None:
@@ -38,23 +39,25 @@ def next_seed() -> int:
     return _random.getrandbits(64)
 
 
-def fill(memory: torch.Tensor) -> None:
-    """Fill a tensor of bytes."""
+def fill(address: int, size: int) -> None:
+    """Fill bytes of memory; without torch's operations, which a tracer would see."""
     global _block
-    with torch._C.DisableTorchFunction():
-        if _block is None:
-            _block = torch.frombuffer(bytearray(_random.randbytes(2 * BLOCK)), dtype=torch.uint8)
-        for start in range(0, memory.numel(), BLOCK):
-            part = memory[start : start + BLOCK]
-            place = _random.randrange(BLOCK)
-            part.copy_(_block[place : place + part.numel()])
+    if _block is None:
+        _block = ctypes.create_string_buffer(_random.randbytes(2 * BLOCK), 2 * BLOCK)
+    for start in range(0, size, BLOCK):
+        place = ctypes.addressof(_block) + _random.randrange(BLOCK)
+        ctypes.memmove(address + start, place, min(BLOCK, size - start))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """True unless it is sparse, a tracer's, or of another device."""
+    return tensor.device.type == "cpu" and not torch._C._dispatch_isTensorSubclassLike(tensor)
 
 
 def fill_storage(tensor: torch.Tensor) -> None:
     """Fill what a tensor that was just made lies in."""
     with torch._C.DisableTorchFunction():
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        if storage.nbytes() <= MOST:
-            fill(torch.empty(0, dtype=torch.uint8).set_(storage))
+        if has_memory(tensor):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() <= MOST:
+                fill(storage.data_ptr(), storage.nbytes())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ptx import address, kernel, run, zeros
 from ptxemu import EmulationError, fakecuda, host, noise
+from torch.fx.experimental.proxy_tensor import make_fx
 
 LOOK = f"""
     .local .align 8 .b8 stack[256]; .reg .pred %never; .reg .b32 %nothing;
@@ -67,6 +68,26 @@ def test_more_than_the_bytes_that_are_made():
 
 def test_what_is_large_takes_no_memory_until_it_is_touched():
     assert not torch.empty(noise.MOST + 4096, dtype=torch.uint8)[-4096:].any()
+
+
+@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
+                                 {"pre_dispatch": True}], ids=str)  # fmt: skip
+def test_a_tracer_sees_what_was_called(how):
+    """Its tensors have no memory, and filling is nothing that it records."""
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x) + x.new_empty(3)
+
+    traced = make_fx(made, **how)(torch.zeros(3))
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert called == ["aten.empty_like.default", "aten.new_empty.default", "aten.add.Tensor"]
+    held = set(host.ranges)
+    make_fx(lambda x: x.cuda() + torch.empty(3, device="cuda"), **how)(torch.zeros(3))
+    assert set(host.ranges) == held, "none at address 0"
+
+
+def test_a_transform_s_tensors_have_no_memory():
+    assert torch.func.vmap(lambda x: torch.empty_like(x) * 0 + x)(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_an_error_says_how_to_repeat_it():
