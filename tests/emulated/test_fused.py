@@ -183,24 +183,25 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_compiled_function_refuses(fault, emulator):
+def test_the_compiled_function_refuses(emulator):
     """What `FusedLayer` leaves to it; before anything is launched, and a call after it is good."""
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
     call = kernels.fused_call(9, wanted.device, SHAPE, 1, CONFIGS["8 swapped"])
     emulator.reports.clear()
-    held = set(emulator.host.ranges)
-    for name in [*MoeInputs._fields[:8], "output"]:
+    held, taken = set(emulator.host.ranges), []
+    for fault, name in product(FAULTS, [*MoeInputs._fields[:8], "output"]):
         if fault == "misaligned" and name.endswith("scale"):
             continue  # not asked of them
         given = arguments | {name: FAULTS[fault](arguments[name])}
         output = given.pop("output")
-        wrong = MoeInputs(**given)
-        with pytest.raises((TypeError, ValueError, AttributeError, IndexError, RuntimeError)):
-            call(wrong, output)
-        assert not emulator.reports, name
+        try:
+            call(MoeInputs(**given), output)
+            taken.append((fault, name))
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+            continue
+    assert taken == [] and not emulator.reports
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
     assert set(emulator.host.ranges) == held  # every workspace was given back
 
