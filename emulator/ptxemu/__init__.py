@@ -1,8 +1,9 @@
 """ptxemu: runs the PTX of CuTe DSL kernels on the CPU. See README.md."""
 
 from .build import BuildError, NoCompiler
-from .engine import MODES, Options, Report, in_flight, options, run_ptx
-from .host import EmulationError, install, register_tensor, reports
+from .engine import MODES, EmulationError, Options, Report, in_flight, options, reports, run_ptx
+from .host import install
+from .memory import register_tensor
 
 __all__ = [
     "MODES",

@@ -13,38 +13,46 @@ from typing import Any
 
 import torch
 
-from . import host, noise, parser
+from . import build, noise, parser
+from .memory import Range, ranges, register_tensor
 
 MODES = ("eager", "lazy", "random", "early_loads")
-"""When asynchronous work takes effect, in the order of the core's numbers; see README.md."""
+"""Schedules of asynchronous work, in the order of the core's numbers; see README.md."""
 DEPENDENTS = ("late", "early", "random")
-OF_MODE = {"eager": "late", "lazy": "early", "random": "random", "early_loads": "early"}
+"""Starts of overlapping launches, in the order of the core's numbers; see `Options`."""
+DEFAULT_DEPENDENTS = {"eager": "late", "lazy": "early", "random": "random", "early_loads": "early"}
+"""The value of `DEPENDENTS` for each mode, unless the options name one."""
 REPORT_BYTES = 1 << 20
 MAX_CHAIN = 60
-"""Launches in flight at once; a longer chain is run in parts."""
+"""The most launches in flight at once; a longer chain runs in parts."""
 MAX_THREADS, MAX_CLUSTER, MAX_GRID = 1024, 16, (2**31 - 1, 65535, 65535)
 MAX_DYNAMIC_SMEM = 232448
 
 
+class EmulationError(RuntimeError):
+    """The kernel did what hardware would not survive, or what the emulator does not model."""
+
+
 @dataclass
 class Options:
-    """Settings of the emulation, shared by every launch until they are changed.
+    """Settings of the emulation, shared by all launches.
 
     Attributes:
         mode: one of `MODES`.
-        seed: of what is random.
-        dependents: when a launch that may start before the one before it has ended does so. "late":
-            it does not; "early": as early as it may, and then it comes first; "random": some time,
-            interleaved at random. None: late in the mode "eager", random in "random", else early.
+        seed: seed of the mode "random" and of random `dependents`.
+        dependents: start of a launch that may overlap its predecessor. "late": after the
+            predecessor has ended; "early": as early as allowed, and with priority over the
+            predecessor; "random": at a random time, with warps interleaved at random. None: "late"
+            in the mode "eager", "random" in "random", else "early".
         max_resident: CTAs that run at the same time.
-        clc_resident: clusters that run at the same time, in kernels that take over the work of
-            others (clusterlaunchcontrol).
-        strict: an access outside the registered tensors is an error instead of a hazard.
-        check_races: look for accesses that nothing orders, and for missing proxy fences.
-        poison_races: where TMA loads bytes of a box from global memory that others write
-            meanwhile, it brings 0xFF instead of a report: for boxes that are larger than what is
-            used of them, so that whoever uses these bytes is wrong.
-        max_instructions: warp instructions before a launch is given up as a livelock.
+        clc_resident: clusters that run at the same time, in kernels that take over other clusters'
+            work (clusterlaunchcontrol).
+        strict: raise an error for an access outside the registered tensors, instead of a hazard.
+        check_races: look for unordered accesses and for missing proxy fences.
+        poison_races: if TMA loads bytes of a box while other threads write them, load 0xFF instead
+            of reporting a race. For boxes that are larger than the part in use: a kernel that uses
+            the other bytes gets wrong results.
+        max_instructions: warp instructions after which a launch counts as a livelock.
         hazards_are_errors: raise if a launch reports any hazard.
         verbose: print one line a launch.
     """
@@ -67,14 +75,15 @@ options = Options()
 
 @dataclass
 class Report:
-    """One launch: what ran, what was counted and what was found.
+    """The report of one launch.
 
     Attributes:
-        instructions: executed, of warps.
-        counts: bytes of global memory that TMA and bulk copies `tma_loaded` (those of a multicast
-            once) and `tma_stored`, and that threads `loaded` and `stored`; bytes of `shared` memory
-            that threads read and wrote; `mma_flops` of WGMMA and tcgen05.mma.
-        hazards: each with kind, line, count and message.
+        instructions: executed warp instructions.
+        counts: `tma_loaded` and `tma_stored`, bytes of global memory by TMA and bulk copies (a
+            multicast counts once); `loaded` and `stored`, bytes of global memory by threads;
+            `shared`, bytes of shared memory that threads read and wrote; `mma_flops` of WGMMA and
+            tcgen05.mma.
+        hazards: dicts with kind, line, count and message.
     """
 
     kernel: str
@@ -99,6 +108,16 @@ class Report:
         for h in self.hazards:
             text += f"\n  hazard {h['kind']} x{h['count']} (PTX line {h['line']}): {h['message']}"
         return text
+
+
+reports: list[Report] = []
+"""The reports of all launches, oldest first."""
+
+
+@functools.cache
+def lib() -> ctypes.CDLL:
+    """Return the core; the first call may build it."""
+    return ctypes.CDLL(str(build.library()))
 
 
 class _LaunchDesc(ctypes.Structure):
@@ -146,10 +165,10 @@ class _Program:
         try:
             module = parser.parse(ptx)
         except parser.PtxError as error:
-            raise host.EmulationError(str(error)) from None
+            raise EmulationError(str(error)) from None
         if name not in module.kernels:
             kernels = ", ".join(module.kernels) or "none"
-            raise host.EmulationError(f"no kernel {name} in the PTX; its kernels: {kernels}")
+            raise EmulationError(f"no kernel {name} in the PTX; its kernels: {kernels}")
         self.kernel = module.kernels[name]
         self.is_sm90 = ".target sm_90" in ptx
         self.globals = {
@@ -157,14 +176,14 @@ class _Program:
             for symbol, data in module.globals.items()
         }
         message = ctypes.create_string_buffer(4096)
-        load = host.lib().ptxemu_load
+        load = lib().ptxemu_load
         load.restype = ctypes.c_void_p
         self.handle = load(self._records().encode(), message, ctypes.c_uint64(len(message)))
         if not self.handle:
-            raise host.EmulationError(message.value.decode())
+            raise EmulationError(message.value.decode())
 
     def _records(self) -> str:
-        """The program as core/decoder.h reads it, a record a line."""
+        """Return the program for `load_program` of core/decoder.h, one record a line."""
         k = self.kernel
         lines = [f"K {k.name} {k.nslots} {k.local_bytes} {k.static_smem}"]
         lines += [f"c {slot} {value}" for value, slot in k.consts.items()]
@@ -180,13 +199,11 @@ class _Program:
         return "\n".join(lines)
 
 
-@functools.lru_cache(maxsize=512)
-def _program(ptx: str, name: str) -> _Program:
-    return _Program(ptx, name)
+_program = functools.lru_cache(maxsize=512)(_Program)
 
 
 def _writable_memory() -> list[int]:
-    """First and last address of each mapping of this process that can be read and written."""
+    """Return first and last address of each readable and writable mapping of this process."""
     bounds: list[int] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -202,7 +219,7 @@ def _writable_memory() -> list[int]:
 
 @dataclass
 class _Launch:
-    """A launch that was asked for, with its parameters as they were then."""
+    """A launch in the stream, with the parameters' values at the time of the call."""
 
     program: _Program
     grid: tuple[int, ...]
@@ -210,7 +227,7 @@ class _Launch:
     cluster: tuple[int, ...]
     dyn_smem: int
     params: ctypes.Array
-    ranges: list[host.Range]
+    ranges: list[Range]
 
     def description(self) -> _LaunchDesc:
         return _LaunchDesc(
@@ -226,8 +243,8 @@ class _Launch:
 
 
 _chain: list[_Launch] = []
-"""What is in flight: every launch but the first may start before the one before it has ended."""
-_held = 0
+"""The launches in flight: each but the first may start before its predecessor has ended."""
+_in_flight_depth = 0
 
 
 def launch(
@@ -243,64 +260,65 @@ def launch(
     """Put a kernel into the stream; `settle` runs it.
 
     Args:
-        ptx: text of its module.
-        name: of the kernel.
-        grid, block, cluster: CTAs, threads, CTAs of a cluster, three each.
+        ptx: text of the kernel's module.
+        name: name of the kernel.
+        grid, block, cluster: CTAs of the grid, threads of a CTA, CTAs of a cluster; three numbers
+            each.
         dyn_smem: bytes of dynamic shared memory.
-        parameters: addresses of the parameters' values; a sequence, or a pointer to the first.
-        programmatic: launched with cudaLaunchAttributeProgrammaticStreamSerialization.
+        parameters: addresses of the parameters' values: a sequence, or a pointer to the first.
+        programmatic: the launch has cudaLaunchAttributeProgrammaticStreamSerialization.
 
     Raises:
-        EmulationError: the launch itself is not legal, or what was in flight before it failed.
+        EmulationError: the launch is not legal, or an earlier launch failed.
     """
     program = _program(ptx, name)
     k = program.kernel
     if k.block and tuple(k.block) != tuple(block):
-        raise host.EmulationError(f"block {block} differs from .reqntid {k.block}")
+        raise EmulationError(f"block {block} differs from .reqntid {k.block}")
     legal = math.prod(block) <= MAX_THREADS and math.prod(cluster) <= MAX_CLUSTER
     legal = legal and all(n <= most for n, most in zip(grid, MAX_GRID, strict=True))
     if not legal or 0 in (*grid, *block, *cluster):
-        raise host.EmulationError(f"no launch has grid {grid}, block {block}, cluster {cluster}")
+        raise EmulationError(f"no launch has grid {grid}, block {block}, cluster {cluster}")
     if dyn_smem > MAX_DYNAMIC_SMEM:
         most = f"at most {MAX_DYNAMIC_SMEM} bytes of dynamic shared memory"
-        raise host.EmulationError(f"expected {most}, found {dyn_smem}")
+        raise EmulationError(f"expected {most}, found {dyn_smem}")
     params = ctypes.create_string_buffer(k.param_bytes + 16)
     for i, (_, offset, size) in enumerate(k.params):
         ctypes.memmove(ctypes.addressof(params) + offset, parameters[i], size)
-    ranges = list(host.ranges.values())
+    legal_ranges = list(ranges.values())
     for symbol, data in program.globals.items():
         first = ctypes.addressof(data)
-        ranges.append(host.Range(first, first + len(data), symbol, data))
+        legal_ranges.append(Range(first, first + len(data), symbol, data))
     if not programmatic or len(_chain) == MAX_CHAIN:
         _run_chain()
-    _chain.append(_Launch(program, grid, block, cluster, dyn_smem, params, ranges))
+    _chain.append(_Launch(program, grid, block, cluster, dyn_smem, params, legal_ranges))
 
 
 def settle() -> None:
-    """Run to their end what is in flight, unless `in_flight` holds it.
+    """Complete all launches, except within `in_flight`.
 
     Raises:
         EmulationError: a kernel did what hardware would not survive, or what is not modelled.
     """
-    if not _held:
+    if not _in_flight_depth:
         _run_chain()
 
 
 def abandon() -> None:
-    """Forget what is in flight, after an error of the host code that launched it."""
+    """Drop the launches in flight, after an error of the host code."""
     _chain.clear()
 
 
 @contextlib.contextmanager
 def in_flight() -> Iterator[None]:
-    """What is called here forms one stream whose kernels may overlap from call to call; results
-    and reports are there afterwards. As on a GPU, without a synchronisation between the calls."""
-    global _held
-    _held += 1
+    """Let the kernels of all calls in this context overlap, like calls on a GPU without a
+    synchronisation between them. Results and reports are complete when the context ends."""
+    global _in_flight_depth
+    _in_flight_depth += 1
     try:
         yield
     finally:
-        _held -= 1
+        _in_flight_depth -= 1
         settle()
 
 
@@ -309,20 +327,20 @@ def _run_chain() -> None:
         return
     launches = list(_chain)
     _chain.clear()
-    ranges = list({(r.first, r.end): r for one in launches for r in one.ranges}.values())
-    bounds = [bound for r in ranges for bound in (r.first, r.end)]
+    legal = list({(r.first, r.end): r for one in launches for r in one.ranges}.values())
+    bounds = [bound for r in legal for bound in (r.first, r.end)]
     maps = _writable_memory()
     o = options
     description = _RunDesc(
         len(launches),
         (_LaunchDesc * len(launches))(*(one.description() for one in launches)),
-        len(ranges),
+        len(legal),
         (ctypes.c_uint64 * (len(bounds) + 1))(*bounds),
-        (ctypes.c_char_p * (len(ranges) + 1))(*(r.label.encode() for r in ranges)),
+        (ctypes.c_char_p * (len(legal) + 1))(*(r.label.encode() for r in legal)),
         len(maps) // 2,
         (ctypes.c_uint64 * len(maps))(*maps),
         MODES.index(o.mode),
-        DEPENDENTS.index(o.dependents or OF_MODE[o.mode]),
+        DEPENDENTS.index(o.dependents or DEFAULT_DEPENDENTS[o.mode]),
         o.seed,
         noise.next_seed(),
         o.max_resident,
@@ -334,40 +352,34 @@ def _run_chain() -> None:
     )
     out = ctypes.create_string_buffer(REPORT_BYTES)
     start = time.perf_counter()
-    failed = host.lib().ptxemu_run(ctypes.byref(description), out, ctypes.c_uint64(len(out)))
+    failed = lib().ptxemu_run(ctypes.byref(description), out, ctypes.c_uint64(len(out)))
     seconds = time.perf_counter() - start
     result = json.loads(out.value.decode(errors="replace"))
-    reports = []
-    for i, (one, found) in enumerate(zip(launches, result["launches"], strict=True)):
+    hazards = []
+    for i, (one, counted) in enumerate(zip(launches, result["launches"], strict=True)):
         report = Report(
             one.program.kernel.name, one.grid, one.block, one.cluster, one.dyn_smem,
-            seconds / len(launches), found["instructions"], found["counts"], found["hazards"],
-            result["error"] if failed and i == result["failed"] else "",
+            seconds / len(launches), counted["instructions"], counted["counts"],
+            counted["hazards"], result["error"] if failed and i == result["failed"] else "",
         )  # fmt: skip
         reports.append(report)
         if o.verbose:
             print("ptxemu:", report)
-    host.reports.extend(reports)
-    hazards = [
-        f"{h['kind']}: {h['message']} (x{h['count']}, PTX line {h['line']} of {report.kernel})"
-        for report in reports
-        for h in report.hazards
-    ]
-    if failed:  # what came before it is often its cause
+        hazards += [
+            f"{h['kind']}: {h['message']} (x{h['count']}, PTX line {h['line']} of {report.kernel})"
+            for h in report.hazards
+        ]
+    if failed:  # an earlier hazard is often the cause
         before = "\nhazards reported before: " + "\n".join(hazards) if hazards else ""
-        raise host.EmulationError(f"{result['error']}{before}\n{noise.how_to_repeat()}")
+        raise EmulationError(f"{result['error']}{before}\n{noise.how_to_repeat()}")
     if o.hazards_are_errors and hazards:
-        found = "hazards reported: " + "\n".join(hazards)
-        raise host.EmulationError(f"{found}\n{noise.how_to_repeat()}")
-
-
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(argument, torch.Tensor)
+        text = "hazards reported: " + "\n".join(hazards)
+        raise EmulationError(f"{text}\n{noise.how_to_repeat()}")
 
 
 def _value_of(argument: Any, parameter: str, size: int) -> ctypes.Array:
-    """The bytes of one of `run_ptx`'s arguments."""
-    if _is_tensor(argument):
+    """Return the bytes of an argument of `run_ptx`."""
+    if isinstance(argument, torch.Tensor):
         raw = argument.data_ptr().to_bytes(8, "little")
     elif isinstance(argument, float):
         raw = bytes((ctypes.c_float if size == 4 else ctypes.c_double)(argument))
@@ -377,7 +389,7 @@ def _value_of(argument: Any, parameter: str, size: int) -> ctypes.Array:
         raw = bytes(argument) if isinstance(argument, (bytes, ctypes.Array)) else b""
     if len(raw) != size:
         what = f"{type(argument).__name__} {argument!r}"[:80]
-        raise host.EmulationError(f"parameter {parameter}: expected {size} bytes, found {what}")
+        raise EmulationError(f"parameter {parameter}: expected {size} bytes, found {what}")
     return ctypes.create_string_buffer(raw, size)
 
 
@@ -391,20 +403,20 @@ def run_ptx(
     dyn_smem: int = 0,
     programmatic: bool = False,
 ) -> Report | None:
-    """Run a kernel given as PTX text; its report, or None where `in_flight` holds it.
+    """Run a kernel from PTX text. Return its report, or None within `in_flight`.
 
     Args:
         args: a CPU tensor for a pointer, else an int, a float or the bytes of the parameter.
 
     Raises:
-        EmulationError: see `launch`, `settle`; or the arguments are not the kernel's.
+        EmulationError: as `launch` and `settle`, or the arguments do not fit the kernel.
     """
     params = _program(ptx, name).kernel.params
     if len(args) != len(params):
         names = ", ".join(parameter for parameter, _, _ in params)
         expected = f"kernel {name}: expected {len(params)} arguments ({names})"
-        raise host.EmulationError(f"{expected}, found {len(args)}")
-    tokens = [host.register_tensor(argument) for argument in args if _is_tensor(argument)]
+        raise EmulationError(f"{expected}, found {len(args)}")
+    tokens = [register_tensor(argument) for argument in args if isinstance(argument, torch.Tensor)]
     try:
         both = zip(args, params, strict=True)
         values = [_value_of(argument, parameter, size) for argument, (parameter, _, size) in both]
@@ -413,5 +425,5 @@ def run_ptx(
         settle()
     finally:
         for token in tokens:
-            host.ranges.pop(token, None)
-    return None if _held else host.reports[-1]
+            ranges.pop(token, None)
+    return None if _in_flight_depth else reports[-1]

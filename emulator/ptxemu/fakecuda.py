@@ -1,24 +1,23 @@
 """Makes a GPU seem present to CuTe DSL scripts.
 
-"cuda" tensors become CPU tensors, and the few calls of driver and runtime that scripts and the DSL
-make from Python are answered here. Nothing in this module executes device code.
+"cuda" tensors become CPU tensors. The few driver and runtime calls that scripts and the DSL make
+from Python are answered here. Nothing in this module executes device code.
 """
 
 import contextlib
 import ctypes
-import functools
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import host, noise
+from . import noise
+from .memory import Range, ranges, register_tensor
 
 ALIGNMENT = 256
-"""Of an address that cudaMalloc returns."""
+"""Alignment in bytes of the addresses that cudaMalloc returns."""
 CUDA_DEVICE = (2, 0)  # kDLCUDA, device 0
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -30,7 +29,7 @@ _get_name.argtypes = [ctypes.py_object]
 
 
 class CudaCapsule:
-    """DLPack exporter that presents a CPU tensor as if it lived on CUDA device 0."""
+    """DLPack exporter that presents a CPU tensor as a tensor of CUDA device 0."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor.detach()
@@ -49,10 +48,12 @@ class CudaCapsule:
 
 
 def to_device(argument: Any, tokens: list) -> Any:
-    """CPU tensors, also in tuples, lists and dicts, as CUDA tensors that kernels may use; `tokens`
-    gets the keys by which the caller takes them out of `host.ranges` again."""
+    """Present CPU tensors, also in tuples, lists and dicts, as CUDA tensors that kernels may use.
+
+    The keys of their memory in `memory.ranges` are appended to `tokens`.
+    """
     if isinstance(argument, torch.Tensor):
-        tokens.append(host.register_tensor(argument))
+        tokens.append(register_tensor(argument))
         return CudaCapsule(argument)
     if type(argument) in (tuple, list):
         return type(argument)(to_device(a, tokens) for a in argument)
@@ -68,11 +69,11 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor at an address with the alignment that a CUDA allocation would have."""
+    """Return the same tensor at an address with the alignment of a CUDA allocation."""
     if tensor.data_ptr() % ALIGNMENT == 0 or tensor.numel() == 0 or tensor.storage_offset():
         return tensor
     size = tensor.untyped_storage().nbytes()
-    with torch._C.DisableTorchFunction():  # it is filled by who asked for the memory
+    with torch._C.DisableTorchFunction():  # the caller fills the memory
         raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
     start = -raw.data_ptr() % ALIGNMENT
     moved = raw[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -84,20 +85,20 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _register_storage(tensor: torch.Tensor) -> None:
-    """Lets kernels use a tensor for as long as its storage lives."""
+    """Let kernels use a tensor for as long as its storage lives."""
     with torch._C.DisableTorchFunction():
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-        if any(r.keep == key for r in host.ranges.values() if isinstance(r.keep, tuple)):
+        if any(r.keep == key for r in ranges.values() if isinstance(r.keep, tuple)):
             return
-        token = host.register_tensor(tensor, keep=False)
-        host.ranges[token] = host.ranges[token]._replace(keep=key)
-        weakref.finalize(tensor.untyped_storage(), host.ranges.pop, token, None)
+        token = register_tensor(tensor, keep=False)
+        ranges[token] = ranges[token]._replace(keep=key)
+        weakref.finalize(tensor.untyped_storage(), ranges.pop, token, None)
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Puts what torch is asked to put on a GPU into aligned CPU memory that kernels may use.
+    """Puts "cuda" tensors into aligned CPU memory that kernels may use.
 
-    What torch hands out as it is begins with random bytes, wherever it was asked for.
+    Uninitialised tensors of either device begin with random bytes.
     """
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
@@ -127,7 +128,7 @@ FP4_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def _scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, **_):
-    """`torch._scaled_mm` with block scales, which NVIDIA's examples use as their reference."""
+    """Replace `torch._scaled_mm` with block scales, the reference in NVIDIA's examples."""
     table = torch.tensor(FP4_VALUES + [-v for v in FP4_VALUES])
 
     def values(t):
@@ -149,7 +150,7 @@ def _scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=N
 
 
 def _benchmark(function, *_, kernel_arguments=None, **__) -> float:
-    """Runs the kernel once when its arguments are given (some examples check that result)."""
+    """Run the kernel once if there are arguments, because some examples check its result."""
     if kernel_arguments is not None:
         function(*kernel_arguments.args, **kernel_arguments.kwargs)
     return 1.0  # us
@@ -180,40 +181,35 @@ class _Stream:
 
 
 def _allocate(size: int, stream: int) -> int:
-    """An address that kernels may use; those launched before it is given back keep its memory."""
+    """Return an address that kernels may use. A launch keeps the memory until the launch has run,
+    even if the address is freed earlier."""
     memory = _aligned(torch.zeros(size, dtype=torch.uint8))
     address = memory.data_ptr()
     noise.fill(address, size)
-    host.ranges[address] = host.Range(address, address + size, "allocation", memory)
+    ranges[address] = Range(address, address + size, "allocation", memory)
     return address
 
 
-_mode: CudaMeansCpu | None = None
+def install(target: str, sm_count: int) -> None:
+    """Patch torch.cuda, cuda.bindings and the DSL's helpers.
+
+    Args:
+        target: the architecture of the GPU that seems present, such as sm_90a.
+        sm_count: its number of multiprocessors.
+    """
+    major = 9 if target.startswith("sm_9") else 10
+    CudaMeansCpu().__enter__()
+    _patch_torch(major, sm_count)
+    _patch_bindings(major, sm_count)
+    _patch_dsl(sm_count)
 
 
-def install() -> None:
-    """Patch torch.cuda, cuda.bindings and the DSL's helpers; a second call does nothing."""
-    global _mode
-    if _mode is not None:
-        return
-    _mode = CudaMeansCpu()
-    _mode.__enter__()
-    _patch_torch()
-    _patch_bindings()
-    _patch_dsl()
-    _patch_tvm_ffi()
-
-
-def _major() -> int:
-    return 9 if host.arch.startswith("sm_9") else 10
-
-
-def _patch_torch() -> None:
+def _patch_torch(major: int, sm_count: int) -> None:
     properties = types.SimpleNamespace(
         name="ptxemu",
-        major=_major(),
+        major=major,
         minor=0,
-        multi_processor_count=host.multiprocessors,
+        multi_processor_count=sm_count,
         total_memory=16 << 30,
         max_threads_per_multi_processor=2048,
     )
@@ -229,7 +225,7 @@ def _patch_torch() -> None:
         "Event": _Event,
         "empty_cache": lambda: None,
         "manual_seed": lambda seed: None,
-        "get_device_capability": lambda *a: (_major(), 0),
+        "get_device_capability": lambda *a: (major, 0),
         "get_device_properties": lambda *a: properties,
         "get_device_name": lambda *a: properties.name,
         "set_device": lambda *a: None,
@@ -237,17 +233,17 @@ def _patch_torch() -> None:
     }
     for name, value in patches.items():
         setattr(torch.cuda, name, value)
-    # Below `caching_allocator_alloc` and `caching_allocator_delete`; a CPU build has neither.
+    # `caching_allocator_alloc` and `caching_allocator_delete` call these; a CPU build has neither.
     patches = {
         "_cuda_getCurrentRawStream": lambda device: 0,
         "_cuda_cudaCachingAllocator_raw_alloc": _allocate,
-        "_cuda_cudaCachingAllocator_raw_delete": host.ranges.pop,
+        "_cuda_cudaCachingAllocator_raw_delete": ranges.pop,
     }
     for name, value in patches.items():
         setattr(torch._C, name, value)
 
 
-def _patch_bindings() -> None:
+def _patch_bindings(major: int, sm_count: int) -> None:
     from cuda.bindings import driver, runtime
 
     def answers(module, ok, values: dict[str, Any]) -> None:
@@ -260,9 +256,9 @@ def _patch_bindings() -> None:
 
     attribute = driver.CUdevice_attribute
     attributes = {
-        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: _major(),
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
-        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: host.multiprocessors,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: sm_count,
         attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
         attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: 233472,
     }
@@ -297,7 +293,7 @@ def _patch_bindings() -> None:
     nothing(runtime, success, "cudaLibraryUnload cudaDeviceSynchronize cudaStreamSynchronize")
 
 
-def _patch_dsl() -> None:
+def _patch_dsl(sm_count: int) -> None:
     import cutlass.cute.testing
     import cutlass.testing
     import cutlass.utils
@@ -308,9 +304,8 @@ def _patch_dsl() -> None:
     dsl._runtime_can_run_compiled = lambda self, runtime_arch, compiled_arch: True
     hardware: Any = cutlass.utils.HardwareInfo
     hardware.__init__ = lambda self, device_id=0: None
-    count = host.multiprocessors
-    hardware.get_max_active_clusters = lambda self, n, stream=None: max(1, count // n)
-    hardware.get_device_multiprocessor_count = lambda self: count
+    hardware.get_max_active_clusters = lambda self, n, stream=None: max(1, sm_count // n)
+    hardware.get_device_multiprocessor_count = lambda self: sm_count
     hardware.get_l2_cache_size_in_bytes = lambda self: 64 << 20
     module: Any
     for module in (cutlass.testing, cutlass.cute.testing):
@@ -325,31 +320,3 @@ def _patch_dsl() -> None:
         initialise(self, tensor, *args, **kwargs)
 
     tensor_class.__init__ = of_cuda_tensor
-
-
-def taking_cpu_tensors(function: Callable) -> Callable:
-    """A function compiled with TVM-FFI, for CPU tensors where it expects CUDA tensors."""
-
-    @functools.wraps(function, updated=())
-    def call(*args, **kwargs):
-        tokens: list = []
-        try:
-            args, kwargs = to_device(args, tokens), to_device(kwargs, tokens)
-            with host.raising_own_errors():
-                return function(*args, **kwargs)
-        finally:
-            for token in tokens:
-                host.ranges.pop(token, None)
-
-    return call
-
-
-def _patch_tvm_ffi() -> None:
-    from cutlass.cutlass_dsl import tvm_ffi_provider
-
-    function_class: Any
-    for function_class in (
-        tvm_ffi_provider.TVMFFIJitCompiledFunction,
-        tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
-    ):
-        function_class.__call__ = taking_cpu_tensors(function_class.__call__)

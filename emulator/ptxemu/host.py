@@ -1,9 +1,9 @@
 """Connects the DSL's compiled host code to the emulator.
 
 The DSL's JIT links host code to a runtime library that exports `_cuda*` symbols. CUTE_DSL_LIBS
-points it to the emulator's core instead, whose `_cuda*` symbols call back into this module. The PTX
-of a kernel is found through the fat binary that is embedded beside it in the compiled module, so
-that two compilations with one kernel name are not mixed up.
+names the emulator's core instead; its `_cuda*` symbols call back into this module. The PTX of a
+kernel is found by the digest of the fat binary in the same compiled module, because two
+compilations may use one kernel name.
 """
 
 import contextlib
@@ -23,20 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import build, noise
-
-
-class EmulationError(RuntimeError):
-    """The kernel did what hardware would not survive, or what the emulator does not model."""
-
-
-class Range(NamedTuple):
-    """Memory that kernels may use; `keep` is an object that must live as long."""
-
-    first: int
-    end: int
-    label: str
-    keep: Any
+from . import build, engine, fakecuda, noise
+from .engine import EmulationError
+from .memory import Range, ranges
 
 
 class _Kernel(NamedTuple):
@@ -44,13 +33,8 @@ class _Kernel(NamedTuple):
     name: str
 
 
-arch = "sm_90a"
-multiprocessors = 4
-ranges: dict[Any, Range] = {}
-reports: list = []
-"""One `engine.Report` a launch."""
 ptx_transform: Callable[[str], str] | None = None
-"""Applied to a module's PTX before every launch: breaks a kernel on purpose."""
+"""Edits a module's PTX before every launch, to break a kernel on purpose."""
 
 _ptx_of_image: dict[str, str] = {}  # digest of a fat binary -> PTX text
 _handles: dict[int, Any] = {}
@@ -58,39 +42,14 @@ _last_error: BaseException | None = None
 _installed = False
 
 
-@functools.cache
-def lib() -> ctypes.CDLL:
-    """The core, built if it is not there yet."""
-    library = ctypes.CDLL(str(build.library()))
-    library.ptxemu_set_callbacks(*_CALLBACKS)
-    return library
-
-
-# --- memory that kernels may use ----------------------------------------------------------------
-
-
-def register_range(first: int, size: int, label: str, keep: Any = None) -> object:
-    """Declare `size` bytes as legal for kernels; returns the key to take them out of `ranges`."""
-    token = object()
-    ranges[token] = Range(first, first + size, label, keep)
-    return token
-
-
-def register_tensor(tensor: torch.Tensor, keep: bool = True) -> object:
-    """Declare the memory that a CPU tensor spans as legal for kernels."""
-    span = 0
-    if tensor.numel():
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        span = (last + 1) * tensor.element_size()
-    label = f"tensor {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return register_range(tensor.data_ptr(), span, label, tensor if keep else None)
-
-
-# --- what the compiled host code calls ----------------------------------------------------------
+# --- callbacks of the core ----------------------------------------------------------------------
 
 
 def _guarded(failure: int) -> Callable:
-    """No exception may pass through the host code: it is kept for `raising_own_errors`."""
+    """Return a decorator that returns `failure` instead of raising.
+
+    An exception cannot pass through compiled host code: `raising_own_errors` raises it later.
+    """
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -109,24 +68,6 @@ def _guarded(failure: int) -> Callable:
         return wrapper
 
     return decorate
-
-
-@contextlib.contextmanager
-def raising_own_errors() -> Iterator[None]:
-    """Around a call of compiled host code: what it launched has run when it returns, and what went
-    wrong below it is what is raised."""
-    from . import engine
-
-    global _last_error
-    _last_error = None
-    try:
-        yield
-        engine.settle()
-    except Exception as error:
-        engine.abandon()
-        if _last_error is not None and error is not _last_error:
-            raise _last_error from error
-        raise
 
 
 def _handle_of(value: Any) -> int:
@@ -195,8 +136,6 @@ LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 @_guarded(LAUNCH_FAILURE)
 def _on_launch(handle: int, config_address: int, arguments: int) -> int:
-    from . import engine
-
     kernel = _handles[handle]
     ptx = ptx_transform(kernel.ptx) if ptx_transform else kernel.ptx
     config = _Config.from_address(config_address)
@@ -211,14 +150,12 @@ def _on_launch(handle: int, config_address: int, arguments: int) -> int:
 
 @_guarded(LAUNCH_FAILURE)
 def _on_settle() -> int:
-    from . import engine
-
     engine.settle()
     return 0
 
 
 def _on_alloc(address: int, size: int) -> None:
-    """Of cudaMalloc, and with size 0 of cudaFree."""
+    """Register memory of cudaMalloc; with size 0, withdraw memory of cudaFree."""
     if size:
         noise.fill(address, size)
         ranges[address] = Range(address, address + size, "cudaMalloc", None)
@@ -235,14 +172,56 @@ _CALLBACKS = (
 )
 
 
+# --- calls of compiled host code ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def raising_own_errors() -> Iterator[None]:
+    """Call compiled host code in this context.
+
+    All launches have run when the context ends. It raises the emulator's own error instead of the
+    host code's.
+    """
+    global _last_error
+    _last_error = None
+    try:
+        yield
+        engine.settle()
+    except Exception as error:
+        engine.abandon()
+        if _last_error is not None and error is not _last_error:
+            raise _last_error from error
+        raise
+
+
+def _taking_cpu_tensors(function: Callable) -> Callable:
+    """Return a function compiled with TVM-FFI that takes CPU tensors instead of CUDA tensors."""
+
+    @functools.wraps(function, updated=())
+    def call(*args, **kwargs):
+        tokens: list = []
+        try:
+            args = fakecuda.to_device(args, tokens)
+            kwargs = fakecuda.to_device(kwargs, tokens)
+            with raising_own_errors():
+                return function(*args, **kwargs)
+        finally:
+            for token in tokens:
+                ranges.pop(token, None)
+
+    return call
+
+
 # --- compiled functions on disk -----------------------------------------------------------------
 
 OBJECT, PTX, IMAGES = "function.o", "kernels.ptx", "images.json"
 ENTRY_POINT = "launch"
+_modules: list[Any] = []
+"""Loaded modules: the code of a function lives as long as its module."""
 
 
 def export(function: Any, path: Path) -> None:
-    """Write a function that was compiled with TVM-FFI, and its PTX, into one file for `load`."""
+    """Write a function compiled with TVM-FFI, and its PTX, into one file for `load`."""
     with tempfile.TemporaryDirectory() as directory:
         code = Path(directory) / OBJECT
         function.export_to_c(str(code), function_name=ENTRY_POINT)
@@ -253,99 +232,94 @@ def export(function: Any, path: Path) -> None:
 
 
 def load(path: Path) -> Callable:
-    """The function in a file that `export` wrote; it takes CPU tensors as a compiled one does."""
+    """Return the function in a file of `export`. Like a compiled function it takes CPU tensors."""
     from cutlass.cute.runtime import load_module
-
-    from . import fakecuda
 
     with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory() as directory:
         ptx = file.read(PTX).decode()
         _ptx_of_image.update(dict.fromkeys(json.loads(file.read(IMAGES)), ptx))
         module = load_module(file.extract(OBJECT, directory), enable_tvm_ffi=True)
     _modules.append(module)
-    return fakecuda.taking_cpu_tensors(getattr(module, ENTRY_POINT))
-
-
-_modules: list[Any] = []
-"""Loaded modules: the code of a function lives as long as its module."""
-
-
-# --- installation -------------------------------------------------------------------------------
+    return _taking_cpu_tensors(getattr(module, ENTRY_POINT))
 
 
 def _images(compiled: Any) -> list[str]:
-    """Digests of the fat binaries in a function that was just compiled."""
-    found = []
+    """Return the digests of the fat binaries in a function that was just compiled."""
+    digests = []
     for operation in (op.operation for op in compiled.ir_module.body.operations):
         if operation.name != "llvm.mlir.global":
             continue
         if operation.attributes["sym_name"].value.endswith("_binary"):
             blob = operation.attributes["value"].value_bytes
             size = int.from_bytes(blob[6:8], "little") + int.from_bytes(blob[8:16], "little")
-            found.append(hashlib.sha1(blob[:size]).hexdigest())
-    return found
+            digests.append(hashlib.sha1(blob[:size]).hexdigest())
+    return digests
 
 
-def _remember_ptx(compiled: Any) -> None:
-    """Which PTX belongs to the fat binaries of a function that was just compiled."""
-    artifacts = compiled.artifacts
-    if artifacts is not None and compiled.ir_module is not None and artifacts.PTX:
-        _ptx_of_image.update(dict.fromkeys(_images(compiled), artifacts.PTX))
+# --- installation -------------------------------------------------------------------------------
 
 
 def install(target: str = "sm_90a", sm_count: int = 4) -> None:
-    """Make the DSL run kernels here. Once a process, before anything imports the DSL.
+    """Make the DSL run kernels here. Call it once a process, before anything imports the DSL.
 
     Args:
-        target: what is compiled for where `--gpu-arch` does not say it.
-        sm_count: the multiprocessors that schedulers are told of; a GPU's 132 or 148 launches the
-            same CTAs as there.
+        target: the architecture to compile for where `--gpu-arch` names none.
+        sm_count: the number of multiprocessors that schedulers see. A GPU's 132 or 148 launches the
+            same CTAs as on that GPU.
 
     Raises:
         RuntimeError: the DSL has been imported already.
-        build.NoCompiler, build.BuildError: the core must be built and cannot be.
+        build.NoCompiler, build.BuildError: the core cannot be built.
     """
-    global _installed, arch, multiprocessors
+    global _installed
     if _installed:
         return
     if "cutlass" in sys.modules:
         raise RuntimeError("ptxemu.install() must run before cutlass is imported")
-    arch, multiprocessors = target, sm_count
-    lib()
+    engine.lib().ptxemu_set_callbacks(*_CALLBACKS)
     os.environ["CUTE_DSL_LIBS"] = os.pathsep.join(map(str, [build.library(), *_runtimes()]))
     os.environ["CUTE_DSL_KEEP"] = "ptx"
-    # The PTX is read back from where the DSL dumps it, under the kernel's name, which may be that
-    # of many kernels: a directory of this process's own, whatever it inherited.
+    # The DSL dumps a kernel's PTX under the kernel's name, which many kernels may share, and reads
+    # it back: each process needs a directory of its own, whatever it inherited.
     os.environ["CUTE_DSL_DUMP_DIR"] = _dump_directory().name
     os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
     os.environ.setdefault("CUTE_DSL_ARCH", target)
 
-    from . import fakecuda
-
-    fakecuda.install()
+    fakecuda.install(target, sm_count)
     from cutlass.base_dsl.jit_executor import JitExecutor
+    from cutlass.cutlass_dsl import tvm_ffi_provider
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
-    # The DSL has read it. It differs from process to process, and what keeps compiled functions may
-    # take the DSL's variables for a part of what they are made of.
+    # The DSL has read the variable. It differs from process to process, and a cache of compiled
+    # functions may hash the DSL's variables.
     del os.environ["CUTE_DSL_DUMP_DIR"]
     compiled: Any = CudaDialectJitCompiledFunction
     initialise = compiled.__init__
 
     def remembering(self, *args, **kwargs):
         initialise(self, *args, **kwargs)
-        _remember_ptx(self)
+        if self.artifacts is not None and self.ir_module is not None and self.artifacts.PTX:
+            _ptx_of_image.update(dict.fromkeys(_images(self), self.artifacts.PTX))
 
     compiled.__init__ = remembering
     executor: Any
     for executor in (compiled, JitExecutor):
-        executor.run_compiled_program = _reporting(executor.run_compiled_program)
+        executor.run_compiled_program = raising_own_errors()(executor.run_compiled_program)
+    function_class: Any
+    for function_class in (
+        tvm_ffi_provider.TVMFFIJitCompiledFunction,
+        tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
+    ):
+        function_class.__call__ = _taking_cpu_tensors(function_class.__call__)
     _installed = True
 
 
 def _runtimes() -> list[Path]:
-    """The DSL's own runtimes, one a CUDA version. Before 4.8 the DSL puts that which it chooses in
-    front of CUTE_DSL_LIBS, ahead of the core, unless it is named there already."""
+    """Return the DSL's own runtimes, one a CUDA version.
+
+    Before 4.8 the DSL puts one of them in front of CUTE_DSL_LIBS, ahead of the core, unless
+    CUTE_DSL_LIBS already names it.
+    """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     roots = spec.submodule_search_locations if spec else None
     return [so for r in roots or [] for so in Path(r).glob("cu*/lib/libcute_dsl_runtime.so")]
@@ -353,13 +327,5 @@ def _runtimes() -> list[Path]:
 
 @functools.cache
 def _dump_directory() -> tempfile.TemporaryDirectory:
+    """Return a directory that lives as long as the process."""
     return tempfile.TemporaryDirectory(prefix="ptxemu_", ignore_cleanup_errors=True)
-
-
-def _reporting(run: Callable) -> Callable:
-    @functools.wraps(run)
-    def wrapper(self, arguments):
-        with raising_own_errors():
-            return run(self, arguments)
-
-    return wrapper

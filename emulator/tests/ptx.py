@@ -3,8 +3,8 @@
 import ctypes
 
 import ptxemu
-import ptxemu.host
 import torch
+from ptxemu import engine, memory
 
 REGISTERS = """
     .reg .pred %p<16>; .reg .b16 %h<32>; .reg .b32 %r<128>; .reg .f32 %f<128>;
@@ -56,7 +56,7 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: str = "none"
     place = -ctypes.addressof(buffer) % 64
     rank = tensor.dim()
     size = tensor.element_size()
-    status = ptxemu.host.lib()._cuTensorMapEncodeTiled(
+    status = engine.lib()._cuTensorMapEncodeTiled(
         ctypes.byref(buffer, place),
         DATA_TYPES[tensor.dtype],
         rank,
@@ -82,7 +82,7 @@ def run(text: str, *arguments, threads=32, ctas=1, also=(), **more) -> ptxemu.Re
         return ptxemu.run_ptx(text, "k", (ctas, 1, 1), (threads, 1, 1), list(arguments), **more)
     finally:
         for token in tokens:
-            del ptxemu.host.ranges[token]
+            del memory.ranges[token]
 
 
 MAP_ADDRESS = "mov.b64 {0}, {1}; cvta.param.u64 {0}, {0};"

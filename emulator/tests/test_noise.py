@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 from ptx import address, kernel, run, zeros
-from ptxemu import EmulationError, fakecuda, host, noise
+from ptxemu import EmulationError, fakecuda, noise
+from ptxemu.memory import ranges
 from torch.fx.experimental.proxy_tensor import make_fx
 
 LOOK = f"""
@@ -35,7 +36,7 @@ def memory() -> list[torch.Tensor]:
         torch.empty_like(torch.zeros(1000, dtype=torch.uint8)),
     ]
     place = fakecuda._allocate(1000, 0)
-    made.append(host.ranges.pop(place).keep.clone())
+    made.append(ranges.pop(place).keep.clone())
     return made
 
 

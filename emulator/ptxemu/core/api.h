@@ -1,5 +1,7 @@
 // What Python calls.
 #pragma once
+#include "decoder.h"
+#include "numerics.h"
 #include "scheduler.h"
 
 struct LaunchDesc {

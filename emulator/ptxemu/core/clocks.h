@@ -6,7 +6,7 @@
 // synchronisation orders B's accesses up to t before what A does next (a vector clock). Knowledge
 // passes on at barriers, mbarriers, flags that are released and acquired, and launches.
 #pragma once
-#include "numerics.h"
+#include "base.h"
 
 typedef u64 Tick;
 

@@ -1,6 +1,6 @@
 // Stands in for the CUDA runtime that the DSL's compiled host code is linked to.
 #pragma once
-#include "api.h"
+#include "tensor_map.h"
 
 typedef int (*launch_cb)(void*, const void*, void**);
 typedef void* (*load_cb)(const void*);

@@ -1,6 +1,17 @@
 // From an instruction's text to its handler; whatever has none is refused by name.
 #pragma once
+#include "numerics.h"
+#include "ops_arithmetic.h"
+#include "ops_barrier.h"
 #include "ops_clc.h"
+#include "ops_control.h"
+#include "ops_copy.h"
+#include "ops_memory.h"
+#include "ops_tcgen05.h"
+#include "ops_warp.h"
+#include "ops_wgmma.h"
+#include "registers.h"
+#include "types.h"
 
 static std::vector<Str> split(const Str& s, char d) {
   std::vector<Str> v;

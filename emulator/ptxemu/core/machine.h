@@ -245,6 +245,7 @@ struct Cta {
     return true;
   }
 };
+static void wake(Warp& w) { w.cta->awake |= 1u << w.id; }
 struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   u32 id[3] = {0, 0, 0};

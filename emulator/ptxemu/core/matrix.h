@@ -1,5 +1,7 @@
 // Operands of the tensor cores in shared memory, tensor memory, and tcgen05.mma itself.
 #pragma once
+#include "memory.h"
+#include "numerics.h"
 #include "tensor_map.h"
 
 struct OperandDesc {

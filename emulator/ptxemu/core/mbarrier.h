@@ -30,7 +30,6 @@ static void mbar_order(Machine& m, Launch& l, const Actor& me, Cta& self, u32 ad
                theirs.id[2], theirs.warp, b.init_line,
                owner == &self ? "" : " (fence.mbarrier_init and a barrier of the cluster?)"));
 }
-static void wake(Warp& w) { w.cta->awake |= 1u << w.id; }
 static void wake_sleepers(MBar& b) {
   for (Warp* w : b.sleepers) wake(*w);
   b.sleepers.clear();
@@ -79,9 +78,4 @@ static Actor copy_actor(const Async& op, Cta& self, u32 bar) {
 static void mbar_complete(const Async& op, const Actor& me, Cta& self, u32 bar, u32 bytes) {
   mbar_in_use(self, bar, nullptr, op.ins->line).arriving.learn({me.agent, ~0u, me.tick, me.tick});
   mbar_tx(*op.m, self, bar, -(s64)bytes, op.ins->line);
-}
-static u32 to_shared(const Ctx& c, int space, u64 a) {
-  if (space == 0 && a >> 56 != 0xF0)
-    fail(c, fmt("generic address %#lx is not in shared memory", a));
-  return (u32)a;
 }

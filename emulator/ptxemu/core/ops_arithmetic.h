@@ -1,60 +1,8 @@
 // Handlers: integers, floating point, conversions, predicates, moves.
 #pragma once
-#include "matrix.h"
-
-struct f16t {
-  float v;
-};
-struct bf16t {
-  float v;
-};
-template <class T>
-struct Val;
-#define INTVAL(T, U)                          \
-  template <>                                 \
-  struct Val<T> {                             \
-    typedef T type;                           \
-    static T get(u64 x) { return (T)x; }      \
-    static u64 put(T x) { return (u64)(U)x; } \
-  };
-INTVAL(u8, u8)
-INTVAL(s8, u8)
-INTVAL(u16, u16)
-INTVAL(s16, u16)
-INTVAL(u32, u32)
-INTVAL(s32, u32)
-INTVAL(u64, u64)
-INTVAL(s64, u64) template <>
-struct Val<float> {
-  typedef float type;
-  static float get(u64 x) { return bits<float>((u32)x); }
-  static u64 put(float x) { return bits<u32>(x); }
-};
-template <>
-struct Val<double> {
-  typedef double type;
-  static double get(u64 x) { return bits<double>(x); }
-  static u64 put(double x) { return bits<u64>(x); }
-};
-template <>
-struct Val<f16t> {
-  typedef float type;
-  static float get(u64 x) { return half_to_float((u16)x); }
-  static u64 put(float x) { return float_to_half(x); }
-};
-template <>
-struct Val<bf16t> {
-  typedef float type;
-  static float get(u64 x) { return bf16_to_float((u16)x); }
-  static u64 put(float x) { return float_to_bf16(x); }
-};
-
-#define ARGS Ctx &c, const Instr &I
-#define RS(i) c.w.R(I.o[i].slot)
-static inline bool predval(Ctx& c, const Opnd& o, int l) {
-  bool v = c.w.R(o.slot)[l] & 1;
-  return o.kind == 'N' ? !v : v;
-}
+#include "handler.h"
+#include "numerics.h"
+#include "types.h"
 
 template <class T, class F>
 static Status un(Ctx& c, const Instr& I, F f) {
@@ -92,41 +40,6 @@ static Status packed(Ctx& c, const Instr& I, int n, F f) {
     r[0][l] = out;
   });
   return NEXT;
-}
-enum Ty {
-  T_U8,
-  T_S8,
-  T_U16,
-  T_S16,
-  T_U32,
-  T_S32,
-  T_U64,
-  T_S64,
-  T_F32,
-  T_F64,
-  T_F16,
-  T_BF16,
-  T_F32X2,
-  T_F16X2,
-  T_BF16X2,
-  T_B128,
-  T_PRED,
-  T_NONE
-};
-static Ty parse_type(const Str& s) {
-  static const std::map<Str, Ty> t = {{"u8", T_U8},         {"b8", T_U8},       {"s8", T_S8},
-                                      {"u16", T_U16},       {"b16", T_U16},     {"s16", T_S16},
-                                      {"u32", T_U32},       {"b32", T_U32},     {"s32", T_S32},
-                                      {"u64", T_U64},       {"b64", T_U64},     {"s64", T_S64},
-                                      {"f32", T_F32},       {"f64", T_F64},     {"f16", T_F16},
-                                      {"bf16", T_BF16},     {"f32x2", T_F32X2}, {"f16x2", T_F16X2},
-                                      {"bf16x2", T_BF16X2}, {"b128", T_B128},   {"pred", T_PRED}};
-  auto it = t.find(s);
-  return it == t.end() ? T_NONE : it->second;
-}
-static int ty_bytes(int t) {
-  static const int b[] = {1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 2, 2, 8, 4, 4, 16, 1, 0};
-  return b[t];
 }
 [[noreturn]] static void unmodelled(const Ctx& c) {
   fail(c, "instruction not modelled: " + c.ins->op);

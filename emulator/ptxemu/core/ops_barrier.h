@@ -1,6 +1,8 @@
 // Handlers: named, cluster and mbarrier barriers.
 #pragma once
-#include "ops_warp.h"
+#include "handler.h"
+#include "mbarrier.h"
+#include "memory.h"
 
 static int cta_expected(Cta& t) {
   int n = 0;

@@ -1,6 +1,9 @@
 // Handlers: cluster launch control, by which a CTA takes over another one's work.
 #pragma once
-#include "tmem_loads.h"
+#include "handler.h"
+#include "mbarrier.h"
+#include "memory.h"
+#include "queues.h"
 
 static Status h_clc_try(ARGS) {  // i0 multicast
   lanes(c.mask, [&](int l) {

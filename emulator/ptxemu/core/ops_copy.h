@@ -1,6 +1,12 @@
 // Handlers: TMA, bulk copies, cp.async, st.async, ldmatrix and stmatrix, tensormap.replace.
 #pragma once
-#include "ops_barrier.h"
+#include "handler.h"
+#include "mbarrier.h"
+#include "memory.h"
+#include "numerics.h"
+#include "queues.h"
+#include "tensor_map.h"
+#include "types.h"
 
 // Of cp.async.bulk with bulk groups; the operation's last use of shared memory is its read.
 static void bulk_op(Ctx& c, int l, AsyncOp op) {
@@ -118,7 +124,28 @@ static Status h_tma_load(ARGS) {
   }
   return NEXT;
 }
-static void reduce_bytes(int dtype, int op, u8* g, const u8* s, int n);
+static void reduce_bytes(int dtype, int op, u8* g, const u8* s, int n) {
+  int t;
+  switch (dtype) {
+    case 2: t = T_U32; break;
+    case 3: t = T_S32; break;
+    case 4: t = T_U64; break;
+    case 5: t = T_S64; break;
+    case 6: t = T_F16; break;
+    case 7: t = T_F32; break;
+    case 9: t = T_F64; break;
+    case 10: t = T_BF16; break;
+    default: throw EmuError{fmt("TMA reduce: element type %d not modelled", dtype)};
+  }
+  int by = ty_bytes(t);
+  for (int i = 0; i < n; i += by) {
+    u64 a = 0, b = 0;
+    memcpy(&a, g + i, by);
+    memcpy(&b, s + i, by);
+    u64 r = atom_apply(op, t, a, b, 0);
+    memcpy(g + i, &r, by);
+  }
+}
 // tensor store or reduce.  i0: reduction op + 1, or 0; i2 scatter4
 static Status h_tma_store(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
@@ -154,28 +181,6 @@ static Status h_tma_store(ARGS) {
              I.line, "TMA store"});
   }
   return NEXT;
-}
-static void reduce_bytes(int dtype, int op, u8* g, const u8* s, int n) {
-  int t;
-  switch (dtype) {
-    case 2: t = T_U32; break;
-    case 3: t = T_S32; break;
-    case 4: t = T_U64; break;
-    case 5: t = T_S64; break;
-    case 6: t = T_F16; break;
-    case 7: t = T_F32; break;
-    case 9: t = T_F64; break;
-    case 10: t = T_BF16; break;
-    default: throw EmuError{fmt("TMA reduce: element type %d not modelled", dtype)};
-  }
-  int by = ty_bytes(t);
-  for (int i = 0; i < n; i += by) {
-    u64 a = 0, b = 0;
-    memcpy(&a, g + i, by);
-    memcpy(&b, s + i, by);
-    u64 r = atom_apply(op, t, a, b, 0);
-    memcpy(g + i, &r, by);
-  }
 }
 // linear bulk copies.  i0: 0 global->shared, 1 shared->global, 2 shared->shared::cluster; i1
 // multicast; i2 reduction op+1; i3 reduction type
@@ -413,6 +418,8 @@ static Status h_stmatrix(ARGS) {
   return NEXT;
 }
 
+// tensormap.replace: i0 field (0 global_address 1 rank 2 box_dim 3 global_dim 4 global_stride),
+// operands [addr]{, ordinal}, value
 static Status h_tmap_replace(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
     int l = __builtin_ctz(mm);

@@ -1,14 +1,8 @@
 // Handlers: ld, st, atom, address spaces, branches, exit.
 #pragma once
-#include "ops_arithmetic.h"
-
-static inline u64 addr_of(const Ctx& c, const Opnd& o, int l) {
-  return c.w.R(o.slot)[l] + (u64)o.off;
-}
-static inline u64 addr_of(const Ctx& c, const Opnd& o, int l, int space) {
-  u64 a = c.w.R(o.slot)[l] + (u64)o.off;
-  return space == 2 || space == 3 ? (u32)a : a;
-}
+#include "handler.h"
+#include "memory.h"
+#include "types.h"
 
 // ---- polling
 //
@@ -129,57 +123,6 @@ static Status h_st(ARGS) {
   }
   return NEXT;
 }
-static u64 atom_apply(int op, int t, u64 old, u64 b, u64 x) {
-  // op: 0 add 1 min 2 max 3 and 4 or 5 xor 6 exch 7 cas 8 inc 9 dec
-  switch (op) {
-    case 3: return old & b;
-    case 4: return old | b;
-    case 5: return old ^ b;
-    case 6: return b;
-    case 7: return old == b ? x : old;
-    case 8: return (u32)old >= (u32)b ? 0 : old + 1;
-    case 9: return old == 0 || (u32)old > (u32)b ? b : old - 1;
-  }
-#define ATOM2(T)                                                                       \
-  {                                                                                    \
-    auto p = Val<T>::get(old), q = Val<T>::get(b);                                     \
-    return Val<T>::put(op == 0 ? p + q : op == 1 ? (p < q ? p : q) : (p > q ? p : q)); \
-  }
-  switch (t) {
-    case T_U32:
-    ATOM2(u32) case T_S32:
-    ATOM2(s32) case T_U64:
-    ATOM2(u64) case T_S64:
-    ATOM2(s64) case T_F32:
-    ATOM2(float) case T_F64:
-    ATOM2(double) case T_F16:
-    ATOM2(f16t) case T_BF16:
-      ATOM2(bf16t)
-    case T_F16X2: {
-      u64 r = 0;
-      for (int h = 0; h < 2; h++) {
-        float p = half_to_float(old >> 16 * h), q = half_to_float(b >> 16 * h);
-        r |= (u64)float_to_half(op == 0   ? p + q
-                                : op == 1 ? std::min(p, q)
-                                          : std::max(p, q))
-             << 16 * h;
-      }
-      return r;
-    }
-    case T_BF16X2: {
-      u64 r = 0;
-      for (int h = 0; h < 2; h++) {
-        float p = bf16_to_float(old >> 16 * h), q = bf16_to_float(b >> 16 * h);
-        r |= (u64)float_to_bf16(op == 0   ? p + q
-                                : op == 1 ? std::min(p, q)
-                                          : std::max(p, q))
-             << 16 * h;
-      }
-      return r;
-    }
-  }
-  throw EmuError{fmt("atomic operation %d on type %d not modelled", op, t)};
-}
 // What an atomic makes of element `e` of a lane's word or vector; `ai`: which operand is the address.
 static u64 atom_result(const Ctx& c, const Instr& I, int ai, int l, int e, u64 old) {
   const Opnd& s = I.o[ai + 1];
@@ -280,98 +223,5 @@ static Status h_proxy_fence(ARGS) {  // i0: of shared memory, i1: of global memo
 }
 static Status h_fence(ARGS) {
   memory_fence(c);
-  return NEXT;
-}
-static Status h_trap(ARGS) { fail(c, "trap executed"); }
-
-static Status h_bra(ARGS) {
-  u32 target = (u32)I.o[0].off;
-  if (c.mask == c.g.mask) {
-    c.g.pc = target;
-    return JUMPED;
-  }
-  if (!c.mask) return NEXT;
-  Group taken = c.g;
-  taken.mask = c.mask;
-  taken.pc = target;
-  taken.arrived = false;
-  c.g.mask &= ~c.mask;
-  c.g.pc++;
-  c.w.groups.push_back(taken);  // invalidates c.g: caller must not use it after JUMPED
-  return JUMPED;
-}
-static Status h_brx(ARGS) {
-  u64* idx = RS(0);
-  auto& tab = I.o[1].v;
-  std::map<u32, u32> dest;
-  for (u32 m = c.mask; m; m &= m - 1) {
-    int l = __builtin_ctz(m);
-    u32 i = (u32)idx[l];
-    if (i >= tab.size()) fail(c, "brx.idx out of range");
-    dest[(u32)tab[i].off] |= 1u << l;
-  }
-  if (c.mask != c.g.mask) fail(c, "predicated brx.idx is not modelled");
-  Group base = c.g;
-  bool first = true;
-  std::vector<Group> extra;
-  for (auto& kv : dest) {
-    Group g = base;
-    g.pc = kv.first;
-    g.mask = kv.second;
-    if (first) {
-      c.g = g;
-      first = false;
-    } else
-      extra.push_back(g);
-  }
-  for (auto& g : extra) c.w.groups.push_back(g);
-  return JUMPED;
-}
-static void cta_bar_check(Machine& m, Cta& t);
-static Status h_exit(ARGS) {
-  c.w.live &= ~c.mask;
-  c.g.mask &= ~c.mask;
-  c.m.effects++;
-  if (!c.w.live) cta_bar_check(c.m, c.cta);
-  if (c.cta.done()) {
-    check_visits(c);
-    c.launch().exits = true;
-  }
-  if (!c.g.mask) return JUMPED;
-  c.g.pc++;
-  return JUMPED;
-}
-
-// ---- programmatic dependent launch
-
-// PTX ISA, griddepcontrol.launch_dependents: the first one of a CTA counts, or its exit.
-static void trigger(Machine& m, Cta& t, u64 known) {
-  if (t.triggered) return;
-  Launch& l = *t.launch;
-  t.triggered = true;
-  l.known_at_trigger |= known;
-  l.triggered++;
-  m.effects++;
-  m.new_turn = l.triggered == l.ctas;
-}
-static Status h_trigger(ARGS) {
-  trigger(c.m, c.cta, c.w.knowledge.memory.launches);
-  // Others trigger first, so that the next launch comes as early as it may.
-  bool last = c.launch().index + 1 == (int)c.m.launches.size();
-  return last ? NEXT : YIELD;
-}
-// griddepcontrol.wait: until the launch before has completed, whose writes are then visible. What
-// that one knew by waiting itself is complete, too; where none of its threads waited, what came
-// before it may still be running.
-static Status h_wait_for_launch(ARGS) {
-  int i = c.launch().index;
-  if (!i) return NEXT;
-  const Launch& before = *c.m.launches[i - 1];
-  if (!before.complete) {
-    c.g.sleeps = true;
-    c.g.why = [i] { return fmt("griddepcontrol.wait: launch %d has not completed", i - 1); };
-    return BLOCK;
-  }
-  c.w.knowledge.know_launches(before.known_at_end | 1ull << before.index);
   return NEXT;
 }

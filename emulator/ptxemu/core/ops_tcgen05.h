@@ -1,6 +1,11 @@
 // Handlers: tensor memory and the tensor cores of sm_100.
 #pragma once
-#include "ops_copy.h"
+#include "handler.h"
+#include "matrix.h"
+#include "mbarrier.h"
+#include "memory.h"
+#include "queues.h"
+#include "tensor_map.h"
 
 // PTX ISA, tcgen05 issue granularity: alloc, dealloc and relinquish_alloc_permit with cta_group::2
 // are done by a warp in each CTA of the pair, of which the first may wait for the second.

@@ -1,22 +1,9 @@
 // Handlers: what the lanes of a warp do together (shfl, vote, elect, ...).
 #pragma once
-#include "ops_memory.h"
+#include "handler.h"
+#include "numerics.h"
+#include "types.h"
 
-// `orders`: the lanes' accesses before this come before those after it. PTX ISA: bar.warp.sync says
-// so; what is .sync only waits for the lanes, be it a vote or a shuffle.
-static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
-  want &= c.w.live;
-  if ((c.g.mask & want) == want) {
-    if (orders) c.w.together = c.m.tick - 1;  // its own accesses come after it
-    return true;
-  }
-  c.g.why = [what, want, mask = c.g.mask] {
-    return fmt("%s needs lanes %08x together, but this group has only %08x", what, want, mask);
-  };
-  return false;
-}
-#define CONVERGED_ALL(what) \
-  if (!converged(c, ~0u, what, false)) return BLOCK;
 static u32 member(Ctx& c, const Opnd& o) { return (u32)c.w.R(o.slot)[__builtin_ctz(c.mask)]; }
 
 static Status h_elect(ARGS) {

@@ -1,75 +1,11 @@
 // Handlers: the tensor cores of sm_90.
 #pragma once
-#include "ops_tcgen05.h"
+#include "handler.h"
+#include "matrix.h"
+#include "memory.h"
+#include "numerics.h"
+#include "queues.h"
 
-// ---- registers
-//
-// PTX ISA, wgmma.fence: it must stand before the first WGMMA, and between an access to a register
-// and a WGMMA that uses it as accumulator or fragment of A, except between WGMMAs of one shape on
-// one accumulator. And these registers must not be accessed before a wgmma.wait_group for the
-// WGMMA.
-//
-// Compilers put moves between the fence and the WGMMA, where an accumulator lives in another
-// virtual register, and moves of constants into registers whose contents are not used. Neither is
-// an access in ptxas's eyes: a move between registers takes its source's state over, one of a
-// constant changes nothing.
-
-static void track(Program& p, const Opnd& o, bool& more) {
-  if (o.kind == 'V')
-    for (auto& e : o.v) track(p, e, more);
-  else if (o.kind == 'R' && o.slot >= 0)
-    more |= p.tracked.emplace(o.slot, (u32)p.tracked.size()).second;
-}
-static void touched_by(const Program& p, const Opnd& o, std::vector<u32>& out) {
-  for (auto& e : o.v) touched_by(p, e, out);
-  auto i = p.tracked.find(o.slot);
-  if (i != p.tracked.end()) out.push_back(i->second);
-}
-static Status h_wgmma(ARGS);
-static void track_registers(Program& p) {
-  std::set<int> constant;
-  for (auto& x : p.consts) constant.insert(x.first);
-  for (auto& x : p.specials) constant.insert(x.first);
-  bool more = false;
-  for (auto& I : p.code)
-    if (I.fn == h_wgmma) {
-      track(p, I.o[0], more);
-      if (I.o[1].kind == 'V') track(p, I.o[1], more);
-    }
-  auto move = [](const Instr& I) {
-    return I.fn == h_mov && I.o[0].kind == 'R' && I.o[1].kind == 'R';
-  };
-  while (more) {
-    more = false;
-    for (auto& I : p.code)
-      if (move(I) && p.tracked.count(I.o[0].slot) && !constant.count(I.o[1].slot))
-        track(p, I.o[1], more);
-  }
-  for (auto& I : p.code) {
-    if (I.fn == h_wgmma) {
-      for (auto& o : I.o)
-        for (auto& e : o.v) e.tracked = p.tracked.at(e.slot);
-      continue;
-    }
-    for (auto& o : I.o) touched_by(p, o, I.tracked);
-    I.copies = move(I);
-  }
-}
-// Of every other instruction that names a tracked register.
-static void touch_registers(const Ctx& c, const Instr& I) {
-  Warp& w = c.w;
-  for (u32 i : I.tracked)
-    if (w.wgmma_registers[i].started > w.wgmma_done) {
-      c.hazard("wgmma-register-in-flight",
-               "a register that wgmma uses is accessed before a wgmma.wait_group for it (" +
-                   where(c) + ")");
-      break;
-    }
-  if (!I.copies)
-    for (u32 i : I.tracked) w.wgmma_registers[i].touched = w.wgmma_fences;
-  else if (I.tracked.size() == 2)
-    w.wgmma_registers[I.tracked[0]].touched = w.wgmma_registers[I.tracked[1]].touched;
-}
 static void use_registers(const Ctx& c, const Opnd& o, int shape) {
   Warp& w = c.w;
   const char* missing = nullptr;

@@ -1,6 +1,6 @@
 // Asynchronous operations in flight, and when each scheduling mode completes them.
 #pragma once
-#include "mbarrier.h"
+#include "machine.h"
 
 // mode 0 eager: run at issue; 1 lazy: run as late as possible; 2 random: coin toss at issue and at
 // each step; mode 3 early_loads: loads complete at issue, everything else as late as possible

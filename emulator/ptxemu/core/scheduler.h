@@ -1,6 +1,12 @@
 // Runs warps, completes asynchronous work, notices that nothing can go on.
 #pragma once
-#include "decoder.h"
+#include "memory.h"
+#include "ops_clc.h"
+#include "ops_control.h"
+#include "ops_copy.h"
+#include "ops_tcgen05.h"
+#include "queues.h"
+#include "registers.h"
 
 enum {
   SP_TID = 0,

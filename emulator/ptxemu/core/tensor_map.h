@@ -1,6 +1,6 @@
 // Tensor maps: their 128 bytes, their boxes, swizzled shared memory.
 #pragma once
-#include "queues.h"
+#include "memory.h"
 
 struct TensorMap {
   u64 addr;
@@ -73,9 +73,6 @@ static inline u32 swizzle_addr(u32 a, int mode) {
   }
   return a ^ ((a >> 7 & ((1u << mode) - 1)) << 4);
 }
-// tensormap.replace: i0 field (0 global_address 1 rank 2 box_dim 3 global_dim 4 global_stride),
-// operands [addr]{, ordinal}, value
-static Status h_tmap_replace(Ctx& c, const Instr& I);
 static u32 box_bytes(const BoxStart& b) {
   const u32* box = b.map.box;
   u32 bytes = box[0] * box[1] * box[2] * box[3] * box[4] * b.map.ebits / 8;
