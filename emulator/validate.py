@@ -26,7 +26,7 @@ TIMEOUT = 600
 
 @dataclass
 class Run:
-    """One process: what its output says."""
+    """One process and its output."""
 
     passed: bool
     process_seconds: float
@@ -38,8 +38,8 @@ class Run:
 
     @property
     def differences(self) -> list[tuple[float, float]]:
-        found = re.findall(r"largest difference (\S+), largest value (\S+)", self.output)
-        return [(float(difference), float(value)) for difference, value in found]
+        pairs = re.findall(r"largest difference (\S+), largest value (\S+)", self.output)
+        return [(float(difference), float(value)) for difference, value in pairs]
 
     @property
     def hazards(self) -> set[str]:

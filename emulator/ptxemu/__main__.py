@@ -12,7 +12,7 @@ from ptxemu import noise
 
 
 def report_differences() -> None:
-    """Print the largest difference whenever the script compares tensors."""
+    """Print the largest difference of each comparison of tensors by the script."""
     check = torch.testing.assert_close
 
     def patched(actual, expected, **kwargs):
@@ -31,8 +31,8 @@ def report_differences() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ptxemu", description=__doc__)
-    said = "compile for this where the script does not say it (sm_90a)"
-    parser.add_argument("--arch", default="sm_90a", help=said)
+    arch = "architecture to compile for if the script names none (sm_90a)"
+    parser.add_argument("--arch", default="sm_90a", help=arch)
     parser.add_argument("--mode", default="eager", choices=ptxemu.MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

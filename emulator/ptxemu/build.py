@@ -11,14 +11,14 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "core"
 DIRECTORY_VARIABLE = "PTXEMU_BUILD_DIR"
-KEPT = 6
-"""Libraries that stay: of other checkouts, or of a core that one goes back to."""
+MAX_LIBRARIES = 6
+"""The most libraries in the cache: of other checkouts, and of older sources of this one."""
 FLAGS = ["-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-ffp-contract=off",
          "-fno-strict-aliasing", "-Wall"]  # fmt: skip
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler; the message says which were looked for."""
+    """There is no C++ compiler; the message says how to get one."""
 
 
 class BuildError(RuntimeError):
@@ -26,10 +26,10 @@ class BuildError(RuntimeError):
 
 
 def library() -> Path:
-    """The shared library of the core as it is now.
+    """Return the shared library of the current sources; build it if necessary.
 
-    Any number of processes may ask at once: one compiles, the others wait for it. Nothing is
-    written beside the sources, which may be read-only.
+    Any number of processes may call this at once: one compiles, the others wait. The directory of
+    the sources may be read-only.
 
     Raises:
         NoCompiler: the library must be built and there is no C++ compiler.
@@ -49,16 +49,17 @@ def library() -> Path:
         if not built.exists():
             draft = built.with_suffix(f".{os.getpid()}.tmp")
             command = [compiler, *FLAGS, "-o", str(draft), str(SOURCES / "core.cpp")]
-            made = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
-            if made.returncode != 0:
-                raise BuildError(f"{compiler} cannot build the PTX emulator: {_first(made.stderr)}")
+            result = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+            if result.returncode != 0:
+                error = _first_error(result.stderr)
+                raise BuildError(f"{compiler} cannot build the PTX emulator: {error}")
             draft.rename(built)
             _remove_old(built.parent)
     return built
 
 
-def _first(messages: str) -> str:
-    """The first error among a compiler's messages, or the first message."""
+def _first_error(messages: str) -> str:
+    """Return the first error among a compiler's messages, or else the first message."""
     lines = [line.strip() for line in messages.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return next(iter(errors or lines), "no message")
@@ -66,7 +67,7 @@ def _first(messages: str) -> str:
 
 def _remove_old(directory: Path) -> None:
     libraries = sorted(directory.glob("*.so"), key=lambda path: path.stat().st_mtime)
-    for library in libraries[:-KEPT]:
+    for library in libraries[:-MAX_LIBRARIES]:
         library.unlink(missing_ok=True)
         library.with_suffix(".lock").unlink(missing_ok=True)
 
@@ -77,8 +78,11 @@ def _compiler() -> str | None:
 
 
 def _digest(compiler: str | None) -> str:
-    """Of all that decides the machine code: sources, compiler, flags, and the processor, because a
-    home directory may be shared by machines that differ."""
+    """Return a digest of everything that decides the machine code.
+
+    It covers sources, compiler, flags and the processor: machines with different processors may
+    share a home directory.
+    """
     digest = hashlib.sha256(repr((compiler, FLAGS, _processor())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -91,8 +95,10 @@ def _processor() -> str:
 
 
 def _directory() -> Path:
-    """Where built libraries are kept: a directory of the user's own that nobody else can write,
-    because what lies there is loaded and run."""
+    """Return the directory of built libraries.
+
+    It belongs to the user and nobody else can write to it, because its libraries are loaded.
+    """
     chosen = os.environ.get(DIRECTORY_VARIABLE)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     candidates = [Path(chosen)] if chosen else [Path(base) / "ptxemu"]

@@ -1,10 +1,10 @@
-"""The instructions that are modelled, with their modifiers, types and operands.
+"""The list of modelled instructions, with their modifiers, types and operands.
 
-A form of an instruction is its names, its modifiers, its types and its operands. A modifier is a
-regular expression; it may be there once, and with `+` it must. The types, at the end of the
-instruction, are one regular expression. `operands.py` says what the words for operands mean. In
-them T is the last type, U the one before it, 2T twice as wide as T; [m] is an address in the state
-space that the modifiers name; `u64?L2::cache_hint` is there where that modifier is.
+A form of an instruction has names, modifiers, types and operands. A modifier is a regular
+expression. It may occur once; with `+` it must. The types, at the end of the instruction, are one
+regular expression. `operands.py` defines the words for operands. In these words T is the last type,
+U the type before it, 2T the type of twice T's width; [m] is an address in the state space of the
+modifiers; `u64?L2::cache_hint` is an operand that the modifier L2::cache_hint requires.
 """
 
 import functools
@@ -40,11 +40,11 @@ BOTH = "+(and|or|xor)"
 # --- operands that depend on the modifiers ------------------------------------------------------
 
 
-def _values(parts: Sequence[str], each: str, of_vector: str) -> str:
-    """The word for a value, or for a vector of as many as the modifiers say."""
+def _values(parts: Sequence[str], each: str, element: str) -> str:
+    """Return the word for a value, or for a vector of elements if a modifier has a count."""
     count = next((part[1:] for part in parts if re.fullmatch(VECTOR, part)), "")
     written = "=" * (each[0] == "=")
-    return f"{written}{{{count}*{of_vector}}}" if count else each
+    return f"{written}{{{count}*{element}}}" if count else each
 
 
 def _load(parts: Sequence[str]) -> str:
@@ -68,30 +68,31 @@ def _atomic(parts: Sequence[str]) -> str:
 
 
 def _matrices(parts: Sequence[str]) -> str:
-    """Of ldmatrix and stmatrix: a register for each 8x8 matrix."""
+    """Return the registers of ldmatrix and stmatrix, one for each 8x8 matrix."""
     return next(f"{{{part[1:]}*b32}}" for part in parts if re.fullmatch("x[124]", part))
 
 
 def _cells(parts: Sequence[str]) -> str:
-    """Of tcgen05.ld and st: as many registers as a shape takes, so many times."""
+    """Return the registers of tcgen05.ld and st: those of the shape, times the repetition."""
     each = 2 if "16x128b" in parts else 4 if "16x256b" in parts else 1
     times = next(int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part))
     return f"{{{each * times}*b32}}"
 
 
 def _times(most: int) -> str:
-    """How often a shape may be repeated: a power of two."""
+    """Return the repetitions of a shape: powers of two up to `most`."""
     return f"x({'|'.join(str(1 << i) for i in range(most.bit_length()))})"
 
 
 def _keep_lanes(parts: Sequence[str]) -> str:
-    """Of tcgen05.mma: masks of lanes that keep what they hold may be given."""
+    """Return the operands of tcgen05.mma, with an optional mask of lanes that are not written."""
     masks = "{8*b32}" if "cta_group::2" in parts else "{4*b32}"
     return f"[t] u64/[t] u64 u32 pred || [t] u64/[t] u64 u32 {masks} pred"
 
 
 def _wgmma(parts: Sequence[str]) -> str:
-    """Accumulators; A as a descriptor or as registers; signs; with 16 bits the operands' order."""
+    """Return the operands of wgmma: accumulators; A as a descriptor or as registers; B; predicate;
+    signs; for 16-bit types the operands' order."""
     columns = next(int(part[4:].split("k")[0]) for part in parts if part.startswith("m64n"))
     sums = f"={{{columns // (4 if parts[-3] == 'f16' else 2)}*b32}}"
     order = parts[-1] in ("f16", "bf16")
@@ -357,19 +358,19 @@ TENSOR_CORES: list[Form] = [
 
 
 def _boxes() -> Iterator[Form]:
-    """Copies of a tensor map's boxes, by dimensions; of four rows with a column and a row each."""
+    """Yield copies of a tensor map's boxes by rank; four rows take a column and four rows."""
     for n in range(1, 6):
         load = f"multicast::cluster cta_group::[12] L2::cache_hint {BY_BARRIER}"
         loaded = f"[s] [map{{}}] [s] u16?multicast::cluster {HINT}"
-        of = f"cp.async.bulk.tensor.{n}d"
+        copy = f"cp.async.bulk.tensor.{n}d"
         for space in ("shared::cluster", "shared::cta"):
-            yield f"{of}.{space}.global", f"{load} tile", "", loaded.format(n)
+            yield f"{copy}.{space}.global", f"{load} tile", "", loaded.format(n)
             if n == 2:
-                yield f"{of}.{space}.global", f"{load} +tile::gather4", "", loaded.format(5)
+                yield f"{copy}.{space}.global", f"{load} +tile::gather4", "", loaded.format(5)
         store = f"{BY_GROUP} L2::cache_hint"
-        yield f"{of}.global.shared::cta", f"{store} tile", "", f"[map{n}] [s] {HINT}"
+        yield f"{copy}.global.shared::cta", f"{store} tile", "", f"[map{n}] [s] {HINT}"
         if n == 2:
-            yield f"{of}.global.shared::cta", f"{store} +tile::scatter4", "", f"[map5] [s] {HINT}"
+            yield f"{copy}.global.shared::cta", f"{store} +tile::scatter4", "", f"[map5] [s] {HINT}"
         reduced = f"cp.reduce.async.bulk.tensor.{n}d.global.shared::cta"
         yield reduced, f"{store} {REDUCTION} tile", "", f"[map{n}] [s] {HINT}"
         prefetched = f"cp.async.bulk.prefetch.tensor.{n}d"
@@ -393,15 +394,8 @@ for _names, _modifiers, _types, _operands in (
 # --- the check ----------------------------------------------------------------------------------
 
 
-def _name_of(op: str) -> str:
-    """The longest name that an instruction begins with; "" if there is none."""
-    while op and op not in FORMS:
-        op = op.rpartition(".")[0]
-    return op
-
-
 def _types_of(form: _Form, parts: list[str]) -> int | None:
-    """How many of an instruction's last parts are the form's types; None if they are not."""
+    """Return the number of an instruction's last parts that are its types; None if none fit."""
     if not form.types:
         return 0
     counts = (n for n in (1, 2, 3) if re.fullmatch(form.types, ".".join(parts[-n:])))
@@ -409,7 +403,7 @@ def _types_of(form: _Form, parts: list[str]) -> int | None:
 
 
 def _is_form(form: _Form, parts: list[str]) -> bool:
-    """Whether an instruction's parts after its name are modifiers and types of a form."""
+    """True if the parts after an instruction's name are modifiers and types of a form."""
     types = _types_of(form, parts)
     if types is None:
         return False
@@ -423,15 +417,15 @@ def _is_form(form: _Form, parts: list[str]) -> bool:
 
 
 def _operands_of(form: _Form, parts: list[str]) -> str:
-    """The words for the operands, with what depends on modifiers and types put in."""
+    """Return the words for the operands, with modifiers and types substituted."""
     words = form.operands if isinstance(form.operands, str) else form.operands(parts)
-    kept = []
+    present = []
     for word in words.split():
         word, _, condition = word.partition("?") if "|?" not in word else (word, "", "")
         if not condition or condition in parts:
-            kept.append(word)
+            present.append(word)
     shared = any(re.fullmatch(SHARED, part) for part in parts)
-    text = " ".join(kept).replace("[m]", "[s]" if shared else "[g]")
+    text = " ".join(present).replace("[m]", "[s]" if shared else "[g]")
     if "2T" in text:
         text = text.replace("2T", twice(parts[-1]))
     for letter, kind in zip("TU", reversed(parts), strict=False):
@@ -441,13 +435,15 @@ def _operands_of(form: _Form, parts: list[str]) -> str:
 
 @functools.lru_cache(maxsize=1 << 14)
 def fault(op: str, operands: tuple[Operand, ...]) -> str:
-    """What is wrong with an instruction, "" if nothing is.
+    """Return the fault of an instruction, or "".
 
     Args:
-        op: its name with modifiers and types, as in "add.u32".
-        operands: as they are written.
+        op: the instruction's name with modifiers and types, as in "add.u32".
+        operands: the instruction's operands.
     """
-    name = _name_of(op)
+    name = op  # and then its longest beginning that names an instruction
+    while name and name not in FORMS:
+        name = name.rpartition(".")[0]
     if not name:
         return f"instruction not modelled: {op}"
     parts = op[len(name) :].split(".")[1:]

@@ -1,7 +1,7 @@
-"""What memory holds before anything is written to it: random bytes.
+"""Fills new memory with random bytes.
 
-A constant may pass for what a kernel ought to have written: 0xFF, as integers -1, reads as "none".
-The bytes follow from a seed, a number of the process's own unless `PTXEMU_FILL` gives it.
+A constant could look like a kernel's result: as integers, 0xFF is -1, which may mean "none". The
+bytes depend on a seed: `PTXEMU_FILL`, or else a random number of the process.
 """
 
 import ctypes
@@ -12,21 +12,21 @@ import torch
 
 VARIABLE = "PTXEMU_FILL"
 BLOCK = 1 << 20
-"""Random bytes are made once; memory gets them from a random place on."""
+"""Bytes of a copy. Random bytes are drawn once; each copy begins at a random place of them."""
 MOST = 256 << 20
-"""Larger tensors are left as they are: what nobody touches of them takes no memory."""
+"""The most bytes of a tensor to fill: untouched parts of larger tensors take no memory."""
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-"""torch's functions that hand out memory as it is."""
+"""torch's functions that return uninitialised memory."""
 
 seed = int(os.environ.get(VARIABLE) or random.SystemRandom().randrange(1 << 32))
 _random = random.Random(seed)
 _block: ctypes.Array | None = None
 
 
-def begin(of: str) -> None:
-    """Begin anew: what `of`, a test, finds in memory does not depend on what ran before it."""
+def begin(test: str) -> None:
+    """Restart the random bytes: they then depend on `seed` and on the name of a test alone."""
     global _block
-    _random.seed(f"{seed} {of}")
+    _random.seed(f"{seed} {test}")
     _block = None
 
 
@@ -35,7 +35,7 @@ def how_to_repeat() -> str:
 
 
 def next_seed() -> int:
-    """Of the memory of a run's CTAs."""
+    """Return the seed of the random bytes in the core, for one run."""
     return _random.getrandbits(64)
 
 
@@ -55,7 +55,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def fill_storage(tensor: torch.Tensor) -> None:
-    """Fill what a tensor that was just made lies in."""
+    """Fill the storage of a new tensor."""
     with torch._C.DisableTorchFunction():
         if has_memory(tensor):
             storage = tensor.untyped_storage()

@@ -1,9 +1,9 @@
 """Parses the PTX text of a module into flat programs with numbered registers.
 
-A program is what the core reads: one record per instruction, its operands as tokens (`R3` a
-register, `N3` a negated predicate, `A3:16` an address, `V4` a vector of the next four operands,
-`L7` the instruction to jump to, `S` the sink `_`). Constants, special registers, parameters and
-symbols get registers of their own, which the core fills once when a warp starts.
+The core reads a program: one record per instruction, with its operands as tokens (`R3` a register,
+`N3` a negated predicate, `A3:16` an address, `V4` a vector of the next four operands, `L7` the
+target of a branch, `S` the sink `_`). Constants, special registers, parameters and symbols get
+registers of their own. The core fills them when a warp starts.
 """
 
 import bisect
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from . import instructions
 from .operands import Operand, width
 
-# The order is the one of the enum in core/scheduler.h.
+# In the order of the enum in core/scheduler.h.
 SPECIALS = (
     "tid.x tid.y tid.z ntid.x ntid.y ntid.z ctaid.x ctaid.y ctaid.z nctaid.x nctaid.y nctaid.z "
     "laneid warpid nwarpid smid nsmid cluster_ctaid.x cluster_ctaid.y cluster_ctaid.z "
@@ -26,11 +26,11 @@ SPECIALS = (
 SPECIAL_INDEX = {name: i for i, name in enumerate(SPECIALS)}
 TYPE_OF_SPECIAL = {"clock64": "u64", "globaltimer": "u64", "is_explicit_cluster": "pred",
                    "gridid": "u64"}  # fmt: skip
-"""Of all others u32."""
+"""Types of the special registers that are not u32."""
 SMEM_BASE = 1024
-"""Bytes of shared memory that the system keeps for itself at its start, from sm_90 on."""
+"""Bytes at the start of shared memory that the system reserves, from sm_90 on."""
 MAX_BYTES = {"shared": 233472, "local": 512 << 10, "param": 32764, "global": 1 << 32}
-"""Of one variable, by state space; of all parameters."""
+"""The most bytes of one variable, by state space; for param: of all parameters."""
 LINKAGE = r"(?:\.(?:visible|extern|weak)\s+)*"
 TYPE = r"\.(b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f16|f16x2|f32|f64|pred)"
 ALIGN = r"(?:\.align\s+(\d+)\s+)?"
@@ -49,7 +49,6 @@ POINTER_PARAMETER = re.compile(
 )
 SHARED_VARIABLE = re.compile(r"\.shared\s+" + ALIGN + VARIABLE + r"\s*;")
 LOCAL_VARIABLE = re.compile(r"\.local\s+" + ALIGN + VARIABLE + "$")
-CALL_PARAMETER = re.compile(r"\.param\s+" + ALIGN + VARIABLE + "$")
 REGISTERS = re.compile(r"\.reg\s+" + TYPE + r"\s+(.*)$", re.S)
 NAME = r"[A-Za-z_$%][\w$]*"
 REGISTER = re.compile(rf"({NAME})(?:<(\d+)>)?$")
@@ -65,7 +64,7 @@ BRACKET = re.compile(r"[\[\](){}]")
 
 
 class PtxError(Exception):
-    """The text is not PTX that this parser knows; the message, of one line, names the line."""
+    """The text is not PTX that this parser knows. The message is one line, with the PTX line."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Instr:
 
 @dataclass
 class Kernel:
-    """A program: its instructions and which registers ("slots") hold what from the start."""
+    """A program: its instructions, and the registers ("slots") with initial contents."""
 
     name: str
     params: list[tuple[str, int, int]] = field(default_factory=list)  # name, offset, bytes
@@ -112,7 +111,7 @@ class Module:
 
 @dataclass
 class Source:
-    """PTX without comments, line for line as it was."""
+    """PTX without comments; line numbers are those of the original."""
 
     text: str
     lines: list[str]
@@ -153,10 +152,10 @@ class SharedVariable:
 
 
 def parse(ptx: str) -> Module:
-    """All kernels of a module.
+    """Return all kernels of a module.
 
     Raises:
-        PtxError: something in it is not modelled or not PTX.
+        PtxError: the module is not PTX, or not modelled.
     """
     source = Source.of(ptx)
     text = source.text
@@ -207,7 +206,7 @@ def _skip(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _bytes(source: Source, position: int, space: str, kind: str, count: str | int | None) -> int:
-    """The size of a variable of `count` elements, one without a count."""
+    """Return the size of a variable of `count` elements; None counts as one."""
     size = -(-width(kind) // 8) * (1 if count is None else int(count))
     if size > MAX_BYTES[space]:
         most = f"expected at most {MAX_BYTES[space]} bytes in .{space}"
@@ -223,7 +222,7 @@ def _alignment(source: Source, position: int, align: str | None, kind: str) -> i
 
 
 def _contents(source: Source, position: int, text: str | None, kind: str, size: int) -> bytes:
-    """The bytes of a global variable's initialiser."""
+    """Return the bytes of a global variable's initialiser."""
     bytes_each = width(kind) // 8
     data = b""
     for value in text.strip().strip("{}").split(",") if text else []:
@@ -250,7 +249,7 @@ def _align(offset: int, alignment: int) -> int:
 
 
 def _split_top(text: str) -> list[str]:
-    """Split at the commas that are in no bracket; nothing where there is no text."""
+    """Split text at the commas outside brackets. An empty text has no parts."""
     if not text.strip():
         return []
     if not BRACKET.search(text):
@@ -267,7 +266,7 @@ def _split_top(text: str) -> list[str]:
 
 
 def _kernel(source: Source, entry: re.Match[str]) -> Kernel:
-    """A kernel with its parameters placed, still without a body."""
+    """Return a kernel with the offsets of its parameters, still without a body."""
     name, parameters, directives = entry.groups()
     position = entry.start(2)
     kernel = Kernel(name)
@@ -281,7 +280,7 @@ def _kernel(source: Source, entry: re.Match[str]) -> Kernel:
             raise source.error(position, f"cannot parse parameter {parameter!r}")
         size = _bytes(source, position, "param", kind, count)
         alignment = _alignment(source, position, align, kind)
-        # The alignment after .ptr is that of what the pointer points to.
+        # The alignment after .ptr belongs to the memory behind the pointer.
         offset = _align(offset, width(kind) // 8 if ".ptr" in parameter else alignment)
         kernel.params.append((symbol, offset, size))
         offset += size
@@ -296,7 +295,7 @@ def _kernel(source: Source, entry: re.Match[str]) -> Kernel:
 
 
 class _Scope:
-    """The registers that are declared between two braces. Each gets its place when it is used."""
+    """The registers declared between two braces. A register gets its slot at its first use."""
 
     def __init__(self) -> None:
         self.types: dict[str, str] = {}
@@ -304,7 +303,7 @@ class _Scope:
         self.used: dict[str, tuple[int, str]] = {}  # name -> (slot, type)
 
     def declare(self, name: str, count: str | None, kind: str) -> bool:
-        """False if there is one of this name."""
+        """Declare a register or a range. Return False if the name is in use."""
         table = self.types if count is None else self.ranges
         if name in table:
             return False
@@ -341,7 +340,7 @@ class _BodyParser:
         self.parameters = {name: offset for name, offset, _ in kernel.params}
         self.local_symbols: dict[str, int] = {}
         self.smem_symbols = self._place_shared(shared)
-        # One scope a brace: registers, and the labels that can be seen from it.
+        # Each pair of braces is a scope of registers and labels.
         self.registers = [_Scope()]
         self.scopes = [0]
         self.known_operands: dict[str, tuple[list[str], Operand]] = {}
@@ -350,7 +349,7 @@ class _BodyParser:
         self.branch_tables: dict[str, list[str]] = {}
 
     def _place_shared(self, variables: dict[str, SharedVariable]) -> dict[str, int]:
-        """Offsets of the shared variables; those of dynamic size come after all others."""
+        """Return the offsets of the shared variables; variables of dynamic size come last."""
         offset = SMEM_BASE
         placed = {}
         own = {}
@@ -393,10 +392,13 @@ class _BodyParser:
             elif c == ";":
                 self.position += 1
             elif match := LABEL.match(text, self.position):
-                self._label_here(match.group(1))
+                name = match.group(1)
+                if (self.scopes[-1], name) in self.labels:
+                    raise self._error(f"a second label {name}")
+                self.labels[self.scopes[-1], name] = len(self.k.instrs)
                 self.position = match.end()
                 if targets := BRANCH_TARGETS.match(text, self.position):
-                    self.branch_tables[match.group(1)] = _split_top(targets.group(1))
+                    self.branch_tables[name] = _split_top(targets.group(1))
                     self.position = targets.end()
             else:
                 semicolon = self.source.end_of_statement(self.position, self.end)
@@ -417,11 +419,6 @@ class _BodyParser:
         self.k.nslots += 2 if bits == 128 else 1
         return slot
 
-    def _label_here(self, name: str) -> None:
-        if (self.scopes[-1], name) in self.labels:
-            raise self._error(f"a second label {name}")
-        self.labels[self.scopes[-1], name] = len(self.k.instrs)
-
     def _statement(self, statement: str) -> None:
         if not statement.startswith("."):
             self._instruction(statement)
@@ -436,8 +433,8 @@ class _BodyParser:
         elif match := LOCAL_VARIABLE.match(statement):
             align, kind, name, count = match.groups()
             self._local(name, kind, count, _alignment(self.source, self.position, align, kind))
-        elif match := CALL_PARAMETER.match(statement):
-            # An argument or result of a call is kept in local memory.
+        elif match := PARAMETER.match(statement):
+            # Arguments and results of calls lie in local memory.
             _, kind, name, count = match.groups()
             self._local(name, kind, count, 16)
         elif not re.match(r"\.(pragma|shared)\b", statement):
@@ -481,10 +478,10 @@ class _BodyParser:
         jumps = operands and op.split(".")[0] in ("bra", "brx")
         if jumps:
             instruction.target = (self.scopes[-1], operands.pop())
-        instruction.operands, given = self._parts(operands)
+        instruction.operands, kinds = self._parts(operands)
         if jumps:
-            given += (Operand("label"),)
-        if fault := instructions.fault(instruction.op, given):
+            kinds += (Operand("label"),)
+        if fault := instructions.fault(instruction.op, kinds):
             raise self._error(fault)
         self.k.instrs.append(instruction)
 
@@ -514,7 +511,7 @@ class _BodyParser:
     # --- operands
 
     def _register(self, name: str) -> tuple[int, str] | None:
-        """The slot and the type of a register; None where none has the name."""
+        """Return the slot and the type of a register, or None if no register has the name."""
         for scope in reversed(self.registers):
             if name in scope.used:
                 return scope.used[name]
@@ -524,8 +521,8 @@ class _BodyParser:
         return None
 
     def _operand(self, text: str) -> tuple[list[str], Operand]:
-        """What stands for an operand in `Instr.operands`, and what it is."""
-        # Most are used again; those within a scope of its own may be others there.
+        """Return the tokens of an operand, and the operand."""
+        # Most operands occur again. In an inner scope the same text may mean another register.
         known = self.known_operands if len(self.scopes) == 1 else {}
         if text not in known:
             known[text] = self._parsed_operand(text)
@@ -575,7 +572,7 @@ class _BodyParser:
             raise self._error(f"literal {text[:40]} has more than 64 bits")
 
     def _address(self, text: str) -> tuple[str, str]:
-        """The token of an address, and the type of its register."""
+        """Return the token of an address, and the type of its register."""
         match = ADDRESS.match(text)
         if not match:
             raise self._error(f"cannot parse address {text!r}")
@@ -593,7 +590,7 @@ class _BodyParser:
         return f"A{self._symbol(base, offset)}:0", ""
 
     def _constant(self, table: dict, key) -> int:
-        """The register that holds a constant; the first use makes one."""
+        """Return the register of a constant; the first use allocates it."""
         if key not in table:
             table[key] = self._slot(64)
         return table[key]
@@ -622,7 +619,7 @@ class _Literal:
 
 
 def _literal(text: str) -> _Literal | None:
-    """None where the text is a name."""
+    """Parse a literal. Return None if the text is a name."""
     if text == "WARP_SZ":
         return _Literal(32, "int")
     if match := re.match(r"0([fF])([0-9a-fA-F]{8})$|0([dD])([0-9a-fA-F]{16})$", text):

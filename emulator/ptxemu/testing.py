@@ -1,4 +1,4 @@
-"""What tests on the emulator share; a conftest.py imports the fixture after `install`."""
+"""Fixture, hooks and helpers for tests on the emulator: see README.md."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +11,13 @@ import ptxemu
 from ptxemu import build, host, noise
 
 MOST_INSTRUCTIONS = 100_000_000
-"""Of a test's launches in flight: a minute or two, where a kernel takes garbage for a count."""
+"""Limit for a test's launches: a minute or two, where a kernel reads garbage as a count."""
 Edit = Callable[[str], str]
-"""Of a kernel's PTX, for `host.ptx_transform`."""
+"""An edit of a kernel's PTX, for `host.ptx_transform`."""
 
 
 def install(target: str) -> str:
-    """`ptxemu.install`; returns why tests must be skipped, an empty string where they can run."""
+    """Call `ptxemu.install`. Return why tests must be skipped, or an empty string."""
     try:
         ptxemu.install(target)
     except build.NoCompiler as error:
@@ -26,18 +26,18 @@ def install(target: str) -> str:
 
 
 def skip_below(directory: Path, items: list[pytest.Item], why: str) -> None:
-    """For `pytest_collection_modifyitems`: skip the tests of a directory, unless `why` is empty."""
+    """Skip the tests of a directory, unless `why` is empty; for `pytest_collection_modifyitems`."""
     for item in items:
         if why and directory in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
 def parametrize_mode(metafunc: pytest.Metafunc, modes: Iterable = ptxemu.MODES) -> None:
-    """For `pytest_generate_tests`: run a test that asks for `mode` once in each of `modes`.
+    """Run a test with the argument `mode` once in each of `modes`; for `pytest_generate_tests`.
 
-    A `mode` says when asynchronous work takes effect; each finds another kind of missing wait.
-    Called by a hook with `trylast`, it varies faster than a test's other parameters, so that tests
-    of one kernel follow each other.
+    A mode is a schedule of asynchronous work; each finds another kind of missing wait. In a hook
+    with `trylast`, the mode varies faster than other parameters, so that the tests of one kernel
+    follow each other.
     """
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", modes)
@@ -57,11 +57,11 @@ def replace(pattern: str, replacement: str, which: int | None = None) -> Edit:
 
 @pytest.fixture
 def emulator(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The emulator as a test wants it.
+    """The emulator with settings for tests.
 
-    With default settings, but any access outside the tensors is an error, and a loop without end
-    ends sooner; in the mode that the test asks for; with no recorded launches; with memory that
-    depends on nothing but the test and `noise.seed`, which a test that fails says.
+    `strict` is set, `max_instructions` is lower, other options have their defaults. The mode is the
+    test's argument `mode`, if any. There are no recorded launches. The bytes of new memory depend
+    on the test and on `noise.seed` alone; a failing test prints the seed.
     """
     noise.begin(request.node.nodeid)
     print(noise.how_to_repeat())

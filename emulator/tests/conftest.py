@@ -1,4 +1,4 @@
-"""Tests of the emulator itself; both architectures in one process."""
+"""Tests of the emulator itself, for both architectures in one process."""
 
 from pathlib import Path
 

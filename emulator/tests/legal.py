@@ -1,4 +1,4 @@
-"""An instruction of each form that differs in its operands, as ptxas 13.0 takes it."""
+"""Instructions that ptxas 13.0 accepts, one for each form of operands."""
 
 LEGAL = """
 add.u32 %r1, %r2, 5; sub.f32 %f1, %f2, 0f3F800000; add.sat.f32 %f1, %f2, %f3
@@ -73,7 +73,7 @@ wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3
 {%f1, %f2, %f3, %f4}, {%r1, %r2, %r3, %r4}, %rd1, %p1, 1, 1
 wgmma.wait_group.sync.aligned 0
 """
-"""`;` or an end of a line ends an instruction, unless the next line begins with an operand."""
+"""`;` or the end of a line ends an instruction, unless the next line begins with an operand."""
 
 
 def instructions() -> list[str]:

@@ -4,7 +4,7 @@ from ptxemu.testing import Edit, replace
 
 
 def drop(pattern: str, which: int | None = None) -> Edit:
-    """Take out instructions whose text begins with a pattern, with their predicates."""
+    """Remove instructions whose text begins with a pattern, with their predicates."""
     return replace(rf"(@!?%?\w+\s+)?\b{pattern}[^;]*;", "", which)
 
 

@@ -20,7 +20,7 @@ THREAD = """
 
 
 def kernel(parameters: str, body: str, top: str = "", target: str = "sm_90a") -> str:
-    """A module with the kernel `k`; parameters as in "u64 x, u32 n, map m" (a tensor map).
+    """Return a module with the kernel `k`; `parameters` is like "u64 x, map m" (a tensor map).
 
     Registers are %p0.. (predicates), %h (16 bits), %r (32), %f (f32), %rd (64), %fd, %q (128).
     """
@@ -35,7 +35,7 @@ def kernel(parameters: str, body: str, top: str = "", target: str = "sm_90a") ->
 
 
 def address(register: str, parameter: str, index: str, size: int) -> str:
-    """PTX: `register` = address of element `index` (a 32-bit register) of a parameter."""
+    """Return PTX: `register` = address of element `index` (a 32-bit register) of a parameter."""
     return (
         f"ld.param.u64 {register}, [{parameter}]; mul.wide.u32 %rd63, {index}, {size}; "
         f"add.s64 {register}, {register}, %rd63;"
@@ -47,7 +47,7 @@ SWIZZLES = {"none": 0, "32": 1, "64": 2, "128": 3}
 
 
 def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: str = "none") -> bytes:
-    """What cuTensorMapEncodeTiled makes for a tensor; dimensions as torch counts them.
+    """Return the map of cuTensorMapEncodeTiled for a tensor, with dimensions in torch's order.
 
     Raises:
         ValueError: the driver would refuse it.
@@ -76,7 +76,7 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: str = "none"
 
 
 def run(text: str, *arguments, threads=32, ctas=1, also=(), **more) -> ptxemu.Report:
-    """Run the kernel `k`; `also` are tensors that it reaches other than by its arguments."""
+    """Run the kernel `k`; `also` are tensors that it reaches without an argument."""
     tokens = [ptxemu.register_tensor(tensor) for tensor in also]
     try:
         return ptxemu.run_ptx(text, "k", (ctas, 1, 1), (threads, 1, 1), list(arguments), **more)

@@ -1,4 +1,5 @@
-"""Rows gathered by TMA on sm_100a, four an instruction, into a swizzled tile; and scattered."""
+"""A kernel that gathers and scatters rows by TMA on sm_100a, four an instruction, through a
+swizzled tile."""
 
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
@@ -7,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
-ROWS, COLUMNS = 16, 64  # of a tile: 128 bytes a row
+ROWS, COLUMNS = 16, 64  # a tile has 128 bytes a row
 TILE_BYTES = ROWS * COLUMNS * 2
 
 
@@ -23,7 +24,7 @@ class RowGather:
         target: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        # Columns first: the mode that TMA copies as it lies, then the one that it gathers along.
+        # Columns first: TMA copies contiguous columns, and gathers along the rows.
         x_columns = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0]))
         out_columns = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 0]))
         layout = cute.make_composed_layout(
@@ -31,7 +32,7 @@ class RowGather:
         )
         rows = cute.size(source)
         columns = cute.size(x, mode=[1])
-        # The indices of a tile are those of its rows, whatever the column.
+        # Every column of a tile has the same indices, one a row.
         indices = cute.make_layout((columns, rows), stride=(0, 1))
         i_load = cute.make_tensor(source.iterator, indices)
         i_store = cute.make_tensor(target.iterator, indices)
@@ -84,7 +85,7 @@ class RowGather:
 
 
 def partition(atom, tile, tensor, indices, block):
-    """(shared memory, coordinates, indices) of one tile."""
+    """Return (shared memory, coordinates, indices) of one tile."""
     views = [
         cute.group_modes(cute.local_tile(t, (COLUMNS, ROWS), (block[1], None)), 0, 2)
         for t in (tensor, indices)
@@ -95,7 +96,7 @@ def partition(atom, tile, tensor, indices, block):
 
 
 def compiled():
-    """The kernel for any number of rows and of columns that whole tiles have."""
+    """Compile the kernel for any number of rows and columns in whole tiles."""
     n, m, k = (cute.sym_int32(divisibility=d) for d in (1, ROWS, COLUMNS))
     rows = [
         make_fake_compact_tensor(Float16, (n, k), stride_order=(1, 0), assumed_align=16)

@@ -1,4 +1,4 @@
-"""Named barriers, mbarriers and clusters: what they order, and what must be a deadlock."""
+"""Named barriers, mbarriers and clusters: the order that they give, and deadlocks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ INIT = """
 
 
 def test_named_barrier_with_fewer_threads(mode):
-    """Warps 0 and 1 hand a value over with barrier 3, warp 2 does not take part."""
+    """Warps 0 and 1 hand over a value with barrier 3; warp 2 does not take part."""
     body = f"""
     setp.ge.u32 %p1, %r0, 64; @%p1 bra END;
     shl.b32 %r2, %r0, 2; mov.u32 %r3, data; add.s32 %r3, %r3, %r2; st.shared.u32 [%r3], %r0;
@@ -30,7 +30,7 @@ END:
 
 
 def test_half_a_warp_is_late_at_a_barrier():
-    """It comes to the same instruction, at which the others wait already."""
+    """The late lanes reach the instruction at which the other lanes already wait."""
     body = f"""
     setp.lt.u32 %p0, %r0, 16; mov.u32 %r2, 1; @%p0 bra LATE;
 GATE:
@@ -58,7 +58,7 @@ def test_arrive_and_sync_and_reduction():
 
 @pytest.mark.parametrize("tries, done", [(1, 0), (2, 1)])
 def test_the_first_try_that_comes_too_early_fails(tries, done):
-    """So that a kernel that does not look at what a try returned goes on, as on hardware."""
+    """A kernel that ignores the result of try_wait goes on too early, as on hardware."""
     body = f"""
     {INIT.format(count=1)} mov.u32 %r2, bars; setp.lt.u32 %p1, %r0, 32; @%p1 bra ARRIVE;
     {tries * "mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; "}
@@ -82,7 +82,7 @@ def test_an_error_names_the_hazards_before_it():
 
 
 def test_mbarrier_phases(mode):
-    """Warp 1 adds what warp 0 writes, four turns; each waits for the other's phase."""
+    """Warp 1 adds values of warp 0, four times; each warp waits for the other's phase."""
     body = f"""
     setp.eq.u32 %p0, %r0, 0;
     @%p0 mbarrier.init.shared.b64 [bars], 32; @%p0 mbarrier.init.shared.b64 [bars+8], 32;
@@ -110,7 +110,7 @@ END:
 
 
 def test_cluster(mode):
-    """Each CTA writes into the next one's shared memory, which says so with an mbarrier."""
+    """Each CTA writes into the next CTA's shared memory and arrives at its mbarrier."""
     body = f"""
     {INIT.format(count=32)}
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
@@ -173,7 +173,7 @@ BY_THE_FIRST = """
     and.pred %p2, %p0, %p1; mov.u32 %r20, bars; mov.u32 %r21, data;
     @%p2 st.shared.u32 [%r21], 7; @%p2 mbarrier.init.shared.b64 [%r20], 1;
 """
-"""CTA 0, which runs first, initialises an mbarrier; CTA 1 may reach it at any time."""
+"""CTA 0 runs first and initialises an mbarrier. CTA 1 may reach it at any time."""
 UNTIL_BOTH_ARE_DONE = "END: barrier.cluster.arrive; barrier.cluster.wait;"
 
 
@@ -199,7 +199,7 @@ UNTIL_BOTH_ARE_DONE = "END: barrier.cluster.arrive; barrier.cluster.wait;"
     ids=["arrive", "st.async", "commit"],
 )
 def test_the_barrier_of_another_cta_must_be_known_to_be_one(use, between, hazards):
-    """The result is right whatever stands between: no other CTA came too early this time."""
+    """The result is right in every case: no other CTA comes too early in this schedule."""
     own = "mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 4;" if "st.async" in use else ""
     body = f"""
     {BY_THE_FIRST} {between}
@@ -224,7 +224,7 @@ def test_what_is_fenced_is_the_mbarrier_alone(between):
 
 @pytest.mark.parametrize(("between", "hazards"), [("bar.sync 0;", 0), ("", 1)])
 def test_the_barrier_of_the_own_cta_must_be_known_to_be_one(between, hazards):
-    """Warp 0 initialises it, warp 1 arrives."""
+    """Warp 0 initialises the mbarrier, warp 1 arrives."""
     body = f"""
     setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 32; mov.u32 %r20, bars;
     @%p0 mbarrier.init.shared.b64 [%r20], 1; {between}

@@ -1,6 +1,9 @@
-"""The core builds itself once, wherever the sources lie, however many ask for it."""
+"""The core is built once, for any place of its sources and any number of processes. Modules and
+headers use only earlier ones."""
 
+import ast
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -10,11 +13,14 @@ import pytest
 from ptxemu import build
 
 MODULE = Path(build.__file__)
+README = Path(__file__).parents[1] / "README.md"
+MODULES, HEADERS = re.findall(r"only earlier ones:(.*?)\.\n", README.read_text(), re.S)
+"""The order of the Python modules, and of the headers of the core."""
 
 
 @pytest.fixture
 def small_core(tmp_path, monkeypatch):
-    """Sources that compile at once, and an empty cache."""
+    """Make sources that compile at once, and an empty cache."""
     sources = tmp_path / "core"
     sources.mkdir()
     (sources / "core.cpp").write_text('extern "C" int answer() { return 42; }\n')
@@ -55,7 +61,7 @@ def test_processes_that_ask_at_once_get_one_library(tmp_path):
     )
     (tmp_path / "core").mkdir()
     (tmp_path / "core" / "core.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    # A compiler that leaves a mark each time it is called.
+    # A compiler that counts its calls.
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho >> {tmp_path}/calls\nexec {build._compiler()} "$@"\n')
     compiler.chmod(0o755)
@@ -104,8 +110,35 @@ def test_a_directory_that_others_can_write_is_not_used(small_core, tmp_path):
 
 
 def test_old_libraries_are_removed(small_core):
-    for version in range(build.KEPT + 3):
+    for version in range(build.MAX_LIBRARIES + 3):
         (small_core / "core.cpp").write_text(f'extern "C" int answer() {{ return {version}; }}\n')
         newest = build.library()
-    kept = list(newest.parent.glob("*.so"))
-    assert newest in kept and len(kept) == build.KEPT
+    libraries = list(newest.parent.glob("*.so"))
+    assert newest in libraries and len(libraries) == build.MAX_LIBRARIES
+
+
+def test_modules_import_only_earlier_ones():
+    order = re.findall(r"`(\w+)`", MODULES)
+    assert sorted(order) == sorted(path.stem for path in MODULE.parent.glob("*.py"))
+    for i, name in enumerate(order):
+        for node in ast.walk(ast.parse((MODULE.parent / f"{name}.py").read_text())):
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                start = ".".join(filter(None, ["ptxemu" * node.level, node.module]))
+                imported = [f"{start}.{alias.name}" for alias in node.names]
+            for package, *parts in (path.split(".") for path in imported):
+                if package == "ptxemu":
+                    module = parts[0] if parts and parts[0] in order else "__init__"
+                    assert module in order[:i], f"{name} imports {module}"
+
+
+def test_headers_include_only_earlier_ones():
+    order = re.findall(r"`(\w+\.h)`", HEADERS)
+    assert sorted(order) == sorted(path.name for path in build.SOURCES.glob("*.h"))
+    for i, name in enumerate(order):
+        text = (build.SOURCES / name).read_text()
+        assert set(re.findall(r'#include "(.*)"', text)) <= set(order[:i]), name
+        # A prototype would let a header use functions of a later one.
+        assert not re.search(r"^static [^{};=]*\);", text, re.M), name

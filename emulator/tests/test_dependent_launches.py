@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: kernels that overlap, what waits for what, what is reported."""
+"""Programmatic dependent launch: overlapping kernels, their waits, their hazards."""
 
 import cutlass
 import cutlass.cute as cute
@@ -21,13 +21,16 @@ NEIGHBOUR = f"add.s32 %r2, %r1, {THREADS}; rem.u32 %r2, %r2, {WORDS};"
 
 @pytest.fixture(params=DEPENDENTS)
 def dependents(request, emulator) -> str:
-    """When a dependent kernel starts."""
+    """The start of dependent kernels."""
     emulator.options.dependents = request.param
     return request.param
 
 
 def step(before: str = "", between: str = "", after: str = "") -> str:
-    """`out[i] = x[neighbour of i] + 1`, with something before the load, the store and the end."""
+    """Return a kernel `out[i] = x[neighbour of i] + 1`.
+
+    `before` comes before the load, `between` before the store, `after` at the end.
+    """
     return kernel(
         "u64 x, u64 out",
         f"""
@@ -39,7 +42,8 @@ def step(before: str = "", between: str = "", after: str = "") -> str:
 
 
 def chain(*kernels: str, buffers: list[torch.Tensor], programmatic: bool = True) -> list[set[str]]:
-    """Kernel i works on buffers i and i + 1, in one stream; the kinds of hazards of each."""
+    """Run kernel i on the buffers i and i + 1, in one stream; return the kinds of hazards of
+    each."""
     import ptxemu
 
     ptxemu.reports.clear()
@@ -79,8 +83,7 @@ def test_a_chain(name, mode, dependents):
     ("scheduling", "early"), [("eager", False), ("lazy", True), ("early_loads", True)]
 )
 def test_when_a_dependent_starts_in_a_mode(scheduling, early, emulator):
-    """The second kernel does not wait: if it starts early, it reads what the first has not yet
-    written."""
+    """The second kernel does not wait: if it starts early, it reads stale data."""
     emulator.options.mode = scheduling
     buffers = fresh(2)
     chain(WELL_BEHAVED["trigger first"], step(), buffers=buffers)
@@ -102,7 +105,7 @@ def test_a_chain_in_random_order(seed, emulator):
 )
 @pytest.mark.parametrize("first", WELL_BEHAVED)
 def test_a_wait_that_is_missing_or_too_late(first, second, dependents):
-    """Reported even where the kernels happen to run one after the other."""
+    """It is reported even if the kernels run one after the other."""
     buffers = fresh(2)
     found = chain(WELL_BEHAVED[first], second, buffers=buffers)
     assert set().union(*found) == {"global-race"}
@@ -115,8 +118,8 @@ def test_a_wait_that_is_missing_or_too_late(first, second, dependents):
 
 
 def test_one_wait_of_several():
-    """Where only the threads that need nothing wait, the others may be too early; after a barrier
-    one thread's wait stands for all."""
+    """If only threads that need no data wait, the other threads may be too early. After a barrier,
+    one thread's wait counts for all threads."""
     lone = "setp.eq.u32 %p1, %r0, 0; @%p1 griddepcontrol.wait;"
     text = step(before=TRIGGER + "setp.lt.u32 %p1, %r0, 32; @%p1 griddepcontrol.wait;")
     assert {"global-race"} in chain(WELL_BEHAVED["trigger first"], text, buffers=fresh(2))
@@ -132,7 +135,7 @@ def test_without_the_attribute_kernels_are_serialised(mode, dependents):
 
 
 def overwrite(before: str) -> str:
-    """`out[i] = 7`; reads nothing."""
+    """Return a kernel `out[i] = 7`, which reads nothing."""
     store = address("%rd2", "out", "%r1", 4) + "mov.u32 %r3, 7; st.global.u32 [%rd2], %r3;"
     return kernel("u64 unused, u64 out", before + store)
 
@@ -162,7 +165,8 @@ def read_both(before: str) -> str:
 
 
 def three(middle: str, last: str, emulator) -> list[set[str]]:
-    """A writes b; the middle kernel reads its own input and writes c; the last one reads both."""
+    """Run three kernels: A writes b; `middle` reads its own input and writes c; `last` reads b and
+    c."""
     a, b, c, d, own = *fresh(3), torch.arange(WORDS).int()
     emulator.reports.clear()
     more = {"ctas": CTAS, "threads": THREADS}
@@ -174,7 +178,7 @@ def three(middle: str, last: str, emulator) -> list[set[str]]:
 
 
 def test_a_wait_reaches_as_far_as_the_kernel_before_has_waited(dependents, emulator):
-    """C's wait is for B; that A has completed follows only where B waited for A."""
+    """C waits for B. This implies that A has completed only if B waited for A."""
     last = read_both(TRIGGER + WAITS)
     assert three(step(before=TRIGGER + WAITS), last, emulator) == [set()] * 3
     assert three(step(before=TRIGGER, after=WAITS), last, emulator) == [set()] * 3
@@ -185,7 +189,7 @@ def test_a_wait_reaches_as_far_as_the_kernel_before_has_waited(dependents, emula
 
 
 def test_a_trigger_after_the_own_wait_vouches_for_what_came_before(dependents, emulator):
-    """B triggers when it has waited for A: C may read A's results before its own wait, not B's."""
+    """B triggers after its wait for A: C may read A's results before its own wait, but not B's."""
     early = read_both("")
     a_only = early.replace(address("%rd1", "x", "%r1", 4), "mov.u32 %r3, 0;").replace(
         "ld.global.u32 %r3, [%rd1];", ""
@@ -196,7 +200,7 @@ def test_a_trigger_after_the_own_wait_vouches_for_what_came_before(dependents, e
 
 
 def test_a_prefetch_by_tma_before_the_wait(dependents):
-    """Weights may be loaded before the wait; what the kernel before writes may not."""
+    """Weights may be loaded before the wait, results of the preceding kernel may not."""
     body = f"""
     setp.eq.u32 %p0, %r0, 0; mov.u32 %r20, bar; mov.u32 %r21, tile; ld.param.u64 %rd1, [x];
     @%p0 mbarrier.init.shared.b64 [%r20], 1; bar.sync 0;
@@ -232,7 +236,7 @@ def test_a_prefetch_by_tma_before_the_wait(dependents):
 
 
 def test_how_far_a_dependent_comes_before_the_kernel_before_has_ended(dependents):
-    """It marks a word before its wait; the kernel before looks at it at its very end."""
+    """It marks a word before its wait. The preceding kernel reads the word at its end."""
     spin = "mov.u32 %r9, 0; SPIN: add.s32 %r9, %r9, 1; setp.lt.u32 %p9, %r9, 3000; @%p9 bra SPIN;"
     seen = "ld.relaxed.gpu.global.u32 %r4, [%rd1]; st.global.u32 [%rd1+4], %r4;"
     first = kernel("u64 x", TRIGGER + spin * 1 + "ld.param.u64 %rd1, [x];" + seen)
@@ -246,7 +250,7 @@ def test_how_far_a_dependent_comes_before_the_kernel_before_has_ended(dependents
 
 
 def test_a_dependent_starts_when_every_cta_has_triggered(emulator):
-    """CTA 1 triggers only after CTA 0 has stored: what comes before that is never overtaken."""
+    """CTA 1 triggers only after CTA 0 has stored: the dependent never comes before this store."""
     emulator.options.dependents = "early"
     first = kernel(
         "u64 x",
@@ -270,7 +274,7 @@ def test_a_dependent_starts_when_every_cta_has_triggered(emulator):
 
 
 def test_a_deadlock_names_the_launch(emulator):
-    """A kernel that waits for a word that only its dependent writes, after its wait."""
+    """A kernel polls a word that only its dependent writes, after the dependent's wait."""
     emulator.options.dependents, emulator.options.max_instructions = "early", 10**6
     first = kernel(
         "u64 x",
@@ -323,7 +327,7 @@ def test_launches_of_the_dsl(compiled_chain, mode, dependents, emulator):
 
 @pytest.mark.parametrize("in_which", range(4))
 def test_launches_of_the_dsl_without_a_wait(compiled_chain, in_which, dependents, emulator):
-    """The first one's is not needed; any other's is."""
+    """The first kernel needs no wait; every other kernel does."""
     count = iter(range(4))
 
     def transform(ptx: str) -> str:
@@ -336,8 +340,8 @@ def test_launches_of_the_dsl_without_a_wait(compiled_chain, in_which, dependents
 
 
 def test_calls_that_overlap(compiled_chain, dependents, emulator):
-    """Two calls without a synchronisation in between: the second one's first kernel waits for all,
-    because it was launched without the attribute."""
+    """Without a synchronisation between two calls, the second call's first kernel waits for the
+    first call: it was launched without the attribute."""
     data = zeros(5, CTAS, THREADS)
     with in_flight():
         compiled_chain(data)

@@ -1,4 +1,4 @@
-"""How a kernel of one's own is tested: compiled as for a GPU, called with CPU tensors."""
+"""A test of a CuTe DSL kernel: compiled as for a GPU, called with CPU tensors."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +10,7 @@ from ptxemu import EmulationError
 
 
 class Double:
-    """y = 2 x, with or without a look at where x ends."""
+    """y = 2 x, with or without a check of the bounds."""
 
     def __init__(self, guarded: bool):
         self.guarded = guarded
@@ -50,7 +50,7 @@ def test_both_architectures(arch, emulator):
 
 
 def test_each_call_runs_its_own_ptx(emulator):
-    """Two compilations with one kernel name."""
+    """Two compilations have one kernel name."""
     emulator.options.strict = False
     guarded, unguarded = compiled(True), compiled(False)
     x, y = torch.randn(1024)[:1000], torch.zeros(1024)[:1000]

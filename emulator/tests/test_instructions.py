@@ -21,7 +21,7 @@ def divide(a: int, b: int) -> int:
 
 
 def choose(a: int, b: int, selector: int) -> int:
-    """prmt: bytes of b:a by the selector's nibbles, bit 3 of which repeats the sign."""
+    """prmt: bytes of b:a by the selector's nibbles; bit 3 of a nibble repeats the sign."""
     pool = (a & MASK) | (b & MASK) << 32
     out = 0
     for i in range(4):
@@ -39,7 +39,7 @@ def field(a: int, position: int, length: int) -> int:
     return (a & MASK) >> position & ((1 << length) - 1)
 
 
-# PTX that leaves the result of %r2 and %r3 in %r4, and the same on signed Python integers.
+# PTX with the result of %r2 and %r3 in %r4, and the same function on signed Python integers.
 INTEGERS = {
     "add.s32 %r4, %r2, %r3;": lambda a, b: a + b,
     "sub.s32 %r4, %r2, %r3;": lambda a, b: a - b,
@@ -110,7 +110,7 @@ def test_integers():
 
 
 def through(kind: torch.dtype, limit: float):
-    """To another float type and back, saturating."""
+    """Return a function that converts to another float type and back, saturating."""
     return lambda x, y: x.clamp(-limit, limit).to(kind).float()
 
 
@@ -119,9 +119,9 @@ def twice(f):
 
 
 def directed(up: bool):
-    """x * y + 1.5 in exact arithmetic, then the float32 below or above."""
+    """Return a function: x * y + 1.5 in exact arithmetic, then the float32 below or above."""
 
-    def of(x: float, y: float) -> float:
+    def rounded(x: float, y: float) -> float:
         exact = Fraction(x) * Fraction(y) + Fraction(3, 2)
         near = torch.tensor(float(exact))
         wrong = Fraction(near.item()) < exact if up else Fraction(near.item()) > exact
@@ -129,11 +129,11 @@ def directed(up: bool):
         return torch.nextafter(near, limit).item() if wrong else near.item()
 
     return lambda x, y: torch.tensor(
-        [of(*pair) for pair in zip(x.tolist(), y.tolist(), strict=True)]
+        [rounded(*pair) for pair in zip(x.tolist(), y.tolist(), strict=True)]
     )
 
 
-# PTX that leaves the result of %f2 and %f3 in %f4, and the same on float32 tensors.
+# PTX with the result of %f2 and %f3 in %f4, and the same function on float32 tensors.
 FLOATS = {
     "fma.rm.f32 %f4, %f2, %f3, 0f3FC00000;": directed(up=False),
     "fma.rp.f32 %f4, %f2, %f3, 0f3FC00000;": directed(up=True),
@@ -212,7 +212,7 @@ HALF = "cvt.rn.{}.f32 %h1, %f2;"
     ids=["e4m3", "e5m2", "bf16"],
 )
 def test_rounding_to_the_nearest_even(convert, dtype, largest, much, nan):
-    """Values, what lies halfway between two, what lies beside that, and too much."""
+    """Test representable values, midpoints, neighbours of midpoints, and overflow."""
     codes = torch.arange(0, largest + 1, max(1, largest // 125))
     codes = torch.cat([codes, codes + 1]).clamp(max=largest).unique()
 
@@ -239,7 +239,7 @@ def test_rounding_to_the_nearest_even(convert, dtype, largest, much, nan):
 
 @pytest.mark.parametrize("nan_first", [True, False])
 def test_nan_in_comparisons(nan_first):
-    """lt is false where an operand is NaN, ltu true; min ignores a NaN, min.NaN passes it on."""
+    """With a NaN, lt is false and ltu true; min ignores the NaN, min.NaN returns it."""
     x = torch.tensor([math.nan if nan_first else 1.0, 1.0 if nan_first else math.nan])
     body = """
     ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [out];
@@ -254,7 +254,7 @@ def test_nan_in_comparisons(nan_first):
     assert out[:3].tolist() == [0, 1, 1] and out[3].isnan()
 
 
-# PTX that leaves the result of the lanes' %r2 in %r4.
+# PTX with the result of the lanes' %r2 in %r4.
 COLLECTIVES = {
     "shfl.sync.idx.b32 %r4, %r2, 5, 31, -1;": lambda a, i: a[5],
     "shfl.sync.up.b32 %r4, %r2, 3, 0, -1;": lambda a, i: a[max(i - 3, i if i < 3 else 0)],
@@ -303,7 +303,7 @@ def test_shuffle_from_a_lane_that_does_not_take_part():
 
 
 def test_divergence():
-    """Loops of different lengths, a switch, and all lanes together again after them."""
+    """Loops of different lengths and a switch; all lanes converge after them."""
     torch.manual_seed(3)
     a = torch.randint(0, 1000, (96,)).int()
     body = f"""

@@ -1,4 +1,4 @@
-"""What is not PTX, or not modelled: one line that names the fault and the line of PTX."""
+"""PTX that is malformed or not modelled: an error of one line names the fault and the PTX line."""
 
 import re
 
@@ -10,12 +10,12 @@ from ptxemu.engine import _program
 
 LEGAL = instructions()
 LESS_IS_LEGAL = "mbarrier|cp.async.c|bar|createpolicy|tcgen05.mma"
-"""What is left out may be another operand than the last one."""
+"""Instructions with optional operands: fewer operands may be legal."""
 MANY_DIGITS = "123456789012345678901234567"
 
 
 def refusal(body: str, top: str = "") -> str:
-    """The message of the error that a kernel with a line of PTX ends with before it runs."""
+    """Return the error for a kernel with a faulty line of PTX, before it runs."""
     with pytest.raises(EmulationError) as raised:
         _program(kernel("u64 x", f"\n{body}\n", top), "k")
     message = str(raised.value)
@@ -24,14 +24,14 @@ def refusal(body: str, top: str = "") -> str:
 
 
 def split(text: str) -> tuple[str, list[str]]:
-    """An instruction's name and its operands."""
+    """Return an instruction's name and its operands."""
     op, _, rest = text.partition(" ")
     return op, re.findall(r"(?:[^,\[{]|\[[^\]]*\]|\{[^}]*\})+", rest)
 
 
 @pytest.mark.parametrize("text", LEGAL)
 def test_an_operand_too_few_too_many_or_of_another_kind(text):
-    """None of them reaches an instruction's handler, which takes for granted what it is given."""
+    """The check of operands comes before the handlers, which rely on it."""
     op, operands = split(text)
     _program(kernel("u64 x", f"{text};"), "k")
     if operands:
@@ -123,7 +123,7 @@ def test_of_a_module(text, message):
 
 
 def test_as_many_registers_as_one_likes():
-    """Those that are used take memory."""
+    """Only registers in use take memory."""
     body = (
         ".reg .b32 %big<1000000000>; mov.u32 %big999999999, 7;"
         "ld.param.u64 %rd1, [x]; st.global.u32 [%rd1], %big999999999;"
@@ -178,7 +178,7 @@ def test_a_launch_with_too_much(launch):
 
 
 def test_a_grid_takes_no_memory_before_it_runs():
-    """The first CTAs fail; the others are only counted."""
+    """The first CTAs fail; the other CTAs are only counted."""
     with pytest.raises(EmulationError, match="trap executed"):
         run(kernel("u64 x", "trap;"), zeros(1), ctas=2**31 - 1)
 

@@ -7,7 +7,7 @@ from ptxemu import EmulationError
 
 
 def test_widths_and_vectors():
-    """Bytes are extended by their sign; vectors of four words move as one."""
+    """Signed bytes are sign-extended; vectors of four words move as one."""
     body = f"""
     {address("%rd1", "x", "%r1", 16)} {address("%rd2", "out", "%r1", 32)}
     ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd1];
@@ -29,7 +29,7 @@ def test_widths_and_vectors():
 
 
 def test_a_signed_load_fills_a_wider_register():
-    """And the low half of it is what a register of 32 bits would hold."""
+    """Its low half is the value of a 32-bit register."""
     body = f"""
     {address("%rd1", "x", "%r1", 4)} {address("%rd2", "out", "%r1", 16)}
     ld.global.s32 %rd3, [%rd1]; ld.global.s32 %r8, [%rd1]; mov.b64 %rd4, {{%r8, %r8}};
@@ -57,7 +57,7 @@ def test_names_and_constants():
 
 
 def test_shared_memory_of_a_size_known_at_launch_begins_at_16_bytes():
-    """In a kernel that ends without `ret`."""
+    """The kernel ends without `ret`."""
     top = ".shared .b8 own[4]; .extern .shared .b8 more[];"
     body = f"""
     mov.u32 %r2, more; and.b32 %r2, %r2, 15; {address("%rd1", "out", "%r1", 8)}
@@ -138,7 +138,7 @@ def test_refused(body, message, emulator):
 
 
 def test_outside_the_tensors_is_a_hazard_where_not_strict(emulator):
-    """The memory belongs to the process, so that the kernel goes on."""
+    """The memory belongs to the process, so the kernel goes on."""
     emulator.options.strict = False
     whole = zeros(64)
     report = run(

@@ -1,4 +1,4 @@
-"""Memory that nobody has written holds random bytes, the same again with the same seed."""
+"""Unwritten memory holds random bytes, the same bytes for the same seed."""
 
 import os
 import subprocess
@@ -17,35 +17,35 @@ LOOK = f"""
     add.u32 %r4, %r4, %r3; ld.shared.u32 %r5, [%r4]; selp.b32 %r6, 1, 0, %never;
     {address("%rd2", "out", "%r1", 16)} st.global.v4.u32 [%rd2], {{%nothing, %r2, %r5, %r6}};
 """
-"""What a register, local memory, shared memory and a predicate hold."""
+"""Reads an uninitialised register, local memory, shared memory and a predicate."""
 
 
-def looked() -> torch.Tensor:
-    """Of two CTAs of a warp: (threads, kinds)."""
+def observed() -> torch.Tensor:
+    """Return the contents in two CTAs of a warp each: (threads, kinds)."""
     out = zeros(64, 4)
     run(kernel("u64 out", LOOK, ".shared .align 8 .b8 own[128];"), out, ctas=2)
     return out
 
 
-def memory() -> list[torch.Tensor]:
-    """What is handed out besides."""
-    made = [
+def uninitialised() -> list[torch.Tensor]:
+    """Return uninitialised host memory of each kind."""
+    memory = [
         torch.empty(1000, dtype=torch.uint8),
         torch.empty(250, device="cuda").view(torch.uint8),
         torch.zeros(3, 100).new_empty(1000, dtype=torch.uint8),
         torch.empty_like(torch.zeros(1000, dtype=torch.uint8)),
     ]
     place = fakecuda._allocate(1000, 0)
-    made.append(ranges.pop(place).keep.clone())
-    return made
+    memory.append(ranges.pop(place).keep.clone())
+    return memory
 
 
 def test_every_kind_of_memory():
-    out = looked()
+    out = observed()
     for kind in out[:, :3].T:
         assert len(set(kind.tolist())) > 60
     assert 10 < out[:, 3].sum() < 54, "predicates are as often true as false"
-    for bytes_in in memory():
+    for bytes_in in uninitialised():
         assert len(set(bytes_in.tolist())) > 200
 
 
@@ -53,7 +53,7 @@ def test_repeated_by_the_seed(monkeypatch):
     def all_of(seed: int, test: str) -> list[torch.Tensor]:
         monkeypatch.setattr(noise, "seed", seed)
         noise.begin(test)
-        return [*memory(), looked()]
+        return [*uninitialised(), observed()]
 
     first = all_of(1, "a")
     assert all(map(torch.equal, first, all_of(1, "a")))
@@ -96,12 +96,12 @@ def test_an_error_says_how_to_repeat_it():
         run(kernel("u64 x", "trap;"), zeros(1))
 
 
-@pytest.mark.parametrize("given", ["7", None])
-def test_the_variable(given):
+@pytest.mark.parametrize("value", ["7", None])
+def test_the_variable(value):
     """Without it each process has a seed of its own."""
     environment = {k: v for k, v in os.environ.items() if k != noise.VARIABLE}
-    environment |= {noise.VARIABLE: given} if given else {}
+    environment |= {noise.VARIABLE: value} if value else {}
     command = [sys.executable, "-c", "from ptxemu import noise; print(noise.seed)"]
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    said = {subprocess.check_output(command, env=environment, text=True) for _ in range(2)}
-    assert said == {"7\n"} if given else len(said) == 2
+    seeds = {subprocess.check_output(command, env=environment, text=True) for _ in range(2)}
+    assert seeds == {"7\n"} if value else len(seeds) == 2

@@ -1,4 +1,4 @@
-"""What two CTAs do together: tensor memory of a pair, TMA that another counts, who must stay."""
+"""Two CTAs together: tensor memory of a pair, TMA on the other CTA's mbarrier, exits."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ USE += "tcgen05.wait::st.sync.aligned;"
 
 
 def without(body: str, barrier: int) -> str:
-    """The kernel without one of the cluster's barriers."""
+    """Return the kernel without one of the cluster's barriers."""
     parts = body.split(BARRIER)
     parts[barrier : barrier + 2] = [parts[barrier] + parts[barrier + 1]]
     return BARRIER.join(parts)
@@ -42,8 +42,8 @@ def without(body: str, barrier: int) -> str:
 
 @pytest.mark.parametrize("missing", ["cta-not-started", "tmem-dealloc-in-flight"])
 def test_a_pair_that_does_not_meet(missing, mode):
-    """The allocations wait for each other and so do the deallocations, but that orders nothing: the
-    other CTA may not have started, or still use its tensor memory."""
+    """The allocations of a pair wait for each other, and so do the deallocations. But they order
+    nothing: the other CTA may not have started, or may still use its tensor memory."""
     before, free, columns = ALLOCATE.format(columns=64).rpartition("tcgen05.dealloc")
     body = OUT + before + USE + BARRIER + free + columns
     assert not on_blackwell(body, zeros(2)).hazards
@@ -55,8 +55,8 @@ def test_a_pair_that_does_not_meet(missing, mode):
 @pytest.mark.parametrize("reach", ["st.shared::cluster.u32 [%r21], %r0;",
                                    "ld.shared::cluster.u32 %r22, [%r21];"])  # fmt: skip
 def test_shared_memory_of_a_cta_that_may_not_be_there(reach, missing, mode):
-    """Whether it is there or not: nothing says that it has started, or that it stays until then. Of
-    its two warps one stays, which is enough."""
+    """The access is reported even if the CTA is there: nothing orders it after the CTA's start, or
+    before its exit. Only one of its two warps must stay."""
     body = f"{RANK} mov.u32 %r20, tile; xor.b32 %r8, %r9, 1; setp.gt.u32 %p2, %r0, 31;"
     body += "@%p0 st.shared.u32 [%r20], 5;" if "ld" in reach else ""
     body += (
@@ -83,7 +83,7 @@ def test_shared_memory_of_a_cta_that_may_not_be_there(reach, missing, mode):
     ],
 )
 def test_only_one_of_a_pair(old, new, message):
-    """Of the CTAs one does not take part, or not in the same."""
+    """One CTA does not take part, or its instruction differs."""
     columns = "mov.u32 %r7, %cluster_ctarank; add.s32 %r7, %r7, 1; mul.lo.u32 %r8, %r7, 32;"
     body = OUT + columns + ALLOCATE.format(columns=64).replace(old, new)
     with pytest.raises(EmulationError, match=message):
@@ -116,7 +116,7 @@ COUNTED_BY_THE_FIRST = (
     + "ld.shared.u32 %r30, [%r21]; ld.param.u64 %rd2, [out]; mul.wide.u32 %rd3, %r100, 4;"
     + "add.s64 %rd2, %rd2, %rd3; st.global.u32 [%rd2], %r30;"
 )
-"""Each CTA loads 4 rows; the first one waits for both."""
+"""Each CTA loads 4 rows; the first CTA waits for both."""
 
 
 def load_by_both(edit=lambda text: text):
@@ -133,7 +133,7 @@ def test_the_first_counts_what_comes_to_both(mode):
 
 
 def test_the_first_has_not_said_that_it_can_count():
-    """TMA counts at a barrier that the other CTA has initialised, and nobody waited for that."""
+    """TMA signals an mbarrier of the other CTA, and nothing orders that after mbarrier.init."""
     out, report = load_by_both(lambda text: text.replace(BARRIER, "bar.sync 0;", 1))
     assert out == [0, 128] and report.hazard_kinds() == {"mbarrier-init-race"}
 

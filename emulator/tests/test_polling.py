@@ -1,4 +1,4 @@
-"""Warps that ask for a word until it changes: they end, and give way to who changes it."""
+"""Warps that poll a word: they end, and yield to the warp that changes the word."""
 
 import pytest
 from ptx import WAIT, address, kernel, run, zeros
@@ -22,7 +22,7 @@ COPY:
     {address("%rd2", "made", "%r1", 4)} st.global.u32 [%rd2], %r5; bar.sync 0;
     ld.param.u64 %rd3, [count]; @%p0 red.release.gpu.global.add.u32 [%rd3], 1;
 """
-"""What takes many copies to make, and a count of the CTAs that have made theirs."""
+"""A producer with many slow copies, and a count of the CTAs that have finished."""
 USE = f"""
     ld.param.u64 %rd3, [count];
 ASK: HOW setp.lt.u32 %p1, %r6, {CTAS}; @%p1 bra ASK;
@@ -39,7 +39,7 @@ TOP = ".shared .align 8 .b8 bar[8]; .shared .align 128 .b8 tile[128];"
     ids=["ld", "atom"],
 )
 def test_dependents_give_way_to_what_they_wait_for(how, mode, dependents, emulator):
-    """With the CTAs of a whole GPU; instructions stand for the time that asking takes."""
+    """All CTAs of a GPU poll. The number of instructions shows the time that polling takes."""
     emulator.options.dependents, emulator.options.max_instructions = dependents, 60_000
     x = zeros(32) + 6
     made, out, count = zeros(32 * CTAS), zeros(32 * CTAS), zeros(1)
@@ -52,7 +52,7 @@ def test_dependents_give_way_to_what_they_wait_for(how, mode, dependents, emulat
 
 
 def ask(what: str, before: str = "", after: str = "") -> str:
-    """CTA 1 asks until CTA 0 has done what it takes its time for; `seen` gets what CTA 1 makes."""
+    """CTA 1 polls until CTA 0 has finished slow work; `seen` gets CTA 1's result."""
     return kernel(
         "u64 x, u64 seen",
         f"""
@@ -92,7 +92,7 @@ POLLS = {
         "atom.global.cas.b32 %r5, [%rd1+4], %r6, %r7;"
         "setp.ne.u32 %p3, %r5, %r6; @%p3 bra ASK; ld.relaxed.gpu.global.u32 %r4, [%rd1+4];", "", 1),
 }  # fmt: skip
-"""What CTA 1 asks, what CTA 0 does, what CTA 1 has in the end."""
+"""CTA 1's polling instruction, CTA 0's change, CTA 1's final value."""
 
 
 @pytest.mark.parametrize("name", POLLS)
@@ -123,7 +123,7 @@ def test_a_barrier_that_is_tested_in_a_loop(test, mode, emulator):
 
 
 def test_a_word_that_never_changes(mode, emulator):
-    """The error says which."""
+    """The error names the word."""
     what = "ASK: ld.acquire.gpu.global.u32 %r4, [%rd1+4]; setp.eq.u32 %p3, %r4, 0; @%p3 bra ASK;"
     with pytest.raises(EmulationError, match="DEADLOCK.*(\n.*)*a change of the 4 bytes at 0x"):
         run(ask(what), zeros(2), zeros(1), threads=1, ctas=2)

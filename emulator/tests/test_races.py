@@ -1,6 +1,8 @@
-"""Accesses that nothing orders: shared memory in a warp, a CTA and a cluster; flags in global
-memory; the ordinary and the asynchronous proxy. Each kernel is right as it is, and reported with
-one part taken out, whatever the schedule and the values."""
+"""Unordered accesses to shared and global memory, of both proxies.
+
+Each kernel is right as it is. Without one part it is reported, whatever the schedule and the
+values.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ def hazards(body: str, *arguments, parameters: str = "u64 x", **more) -> set[str
 
 
 def check(body: str, parts: dict[str, str], *arguments, **more) -> None:
-    """No hazard as it is; without a part (a text in `body`) the hazard that is named."""
+    """Assert that the kernel has no hazards; without a part (a text in `body`) it has the named
+    one."""
     assert hazards(body, *arguments, **more) == set()
     for part, expected in parts.items():
         assert part in body
@@ -47,8 +50,8 @@ def check(body: str, parts: dict[str, str], *arguments, **more) -> None:
     ],
 )
 def test_lanes_exchange_through_shared_memory(between, mode):
-    """bar.warp.sync orders the lanes' accesses; what else the lanes do together does not. But
-    wgmma.wait_group counts as a warp sync: see there."""
+    """bar.warp.sync orders the lanes' accesses, other instructions of several lanes do not.
+    wgmma.wait_group counts as a warp sync: see core/ops_wgmma.h."""
     body = f"""
     st.shared.u32 [%r22], %r1; {between} bar.warp.sync -1;
     xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
@@ -59,7 +62,7 @@ def test_lanes_exchange_through_shared_memory(between, mode):
 
 
 def test_lanes_exchange_by_an_mbarrier(mode):
-    """All lanes arrive at it and wait for it: each knows what the others did before."""
+    """All lanes arrive at it and wait for it: each lane then knows the other lanes' accesses."""
     body = f"""
     @%p0 mbarrier.init.shared.b64 [%r20], 32; bar.sync 0;
     st.shared.u32 [%r22], %r1; mbarrier.arrive.shared.b64 _, [%r20];
@@ -82,7 +85,7 @@ def test_lanes_overwrite_what_others_have_read():
 
 
 def test_lanes_that_stay_with_their_own_words(mode):
-    """Reading and writing one's own word, beside others', needs nothing."""
+    """A lane that reads and writes its own word needs no synchronisation with its neighbours."""
     body = """
     st.shared.u32 [%r22], %r1; ld.shared.u32 %r4, [%r22]; add.s32 %r4, %r4, 1;
     st.shared.u32 [%r22], %r4; ld.shared.u32 %r4, [%r22];
@@ -108,8 +111,8 @@ END:
     check(first + body, {"bar.warp.sync -1;": "shared-race"}, threads=64)
 
 
-# What orders each lane's accesses before what the same lane does next, and no other lane's.
-OF_EACH_LANE = [
+# Each orders a lane's accesses before the same lane's next ones, but not before other lanes'.
+PER_LANE = [
     "",
     "fence.acq_rel.gpu;",
     "membar.gl;",
@@ -120,10 +123,10 @@ OF_EACH_LANE = [
 ]
 
 
-@pytest.mark.parametrize("between", OF_EACH_LANE)
+@pytest.mark.parametrize("between", PER_LANE)
 def test_one_lane_releases_what_others_have_written(between):
-    """A fence or an arrival of all lanes does not make one lane's arrival after it stand for them,
-    bar.warp.sync does."""
+    """After a fence or an arrival of all lanes, one lane's arrival does not stand for the other
+    lanes. After bar.warp.sync it does."""
     body = f"""
     @%p0 mbarrier.init.shared.b64 [%r20], 1; @%p0 mbarrier.init.shared.b64 [%r20+8], 32; bar.sync 0;
     @!%p2 bra READER;
@@ -140,7 +143,8 @@ END:
 
 @pytest.mark.parametrize("lanes", [32, 16])
 def test_one_lane_releases_after_all_have(lanes):
-    """Warp 1 hands over twice: who knew of all its lanes once does not do so later."""
+    """Warp 1 hands over twice: an earlier release by all lanes does not cover their later
+    stores."""
     body = f"""
     @%p0 mbarrier.init.shared.b64 [%r20], {lanes}; @%p0 mbarrier.init.shared.b64 [%r20+8], 1;
     bar.sync 0; @%p2 bra READER;
@@ -168,7 +172,7 @@ def test_barriers_order_warps(mode):
 
 
 def test_arriving_without_release():
-    """A relaxed arrival orders nothing without a fence before it and one after the wait."""
+    """A relaxed arrival needs a fence before it, and a fence after the wait."""
     body = f"""
     @%p0 mbarrier.init.shared.b64 [%r20], 32; bar.sync 0;
     @!%p2 bra READER;
@@ -203,8 +207,8 @@ def test_cluster_barriers(arrive):
 
 
 def test_cp_async(mode):
-    """Each thread waits for its own copies, a barrier for those of the others; the asynchronous
-    proxy needs a fence besides."""
+    """A thread waits for its own copies, a barrier for other threads' copies. The asynchronous
+    proxy also needs a fence."""
     body = f"""
     {address("%rd1", "x", "%r0", 4)} cp.async.ca.shared.global [%r22], [%rd1], 4;
     cp.async.commit_group; cp.async.wait_group 0; fence.proxy.async.shared::cta; bar.sync 0;
@@ -241,7 +245,7 @@ def test_bulk_stores_read_shared_memory(mode):
 
 # --- flags in global memory ---------------------------------------------------------------------
 
-# CTA 0 hands 64 words over to CTA 1, whose thread 0 waits for the flag behind them.
+# CTA 0 hands over 64 words to CTA 1. Thread 0 of CTA 1 waits for the flag behind the words.
 PUBLISH = "@%p0 st.release.gpu.global.u32 [%rd2], 1;"
 AWAIT = "SPIN: @%p0 ld.acquire.gpu.global.u32 %r7, [%rd2];"
 HANDOVER = f"""
@@ -315,7 +319,7 @@ def test_a_flag_that_is_not(publish, wait):
     assert handover(publish, wait) == {"global-race"}
 
 
-# CTA 0 releases a flag. CTA 1 sees it, acquires nothing and writes it again: CTA 2 acquires that.
+# CTA 0 releases a flag. CTA 1 reads it without acquire and writes it again. CTA 2 acquires it.
 PASSED_ON = """
     ld.param.u64 %rd1, [x]; setp.eq.u32 %p1, %r100, 0; @%p1 bra FIRST;
     setp.eq.u32 %p1, %r100, 1; @%p1 bra SECOND;
@@ -341,11 +345,12 @@ END:
     ],
 )
 def test_a_flag_that_another_writes_again(again, expected, mode):
-    """PTX ISA, release sequences: an atomic passes on what was released, a store replaces it."""
+    """PTX ISA, release sequences: an atomic passes on the released knowledge, a store replaces
+    it."""
     assert hazards(PASSED_ON.replace("AGAIN", again), zeros(2), threads=1, ctas=3) == expected
 
 
-@pytest.mark.parametrize("between", [b for b in OF_EACH_LANE if "mbarrier" not in b])
+@pytest.mark.parametrize("between", [b for b in PER_LANE if "mbarrier" not in b])
 @pytest.mark.parametrize("publish", [PUBLISH, STORE.format("relaxed.gpu")])
 def test_one_lane_publishes_what_others_have_written(between, publish):
     """A fence of all lanes orders no lane's stores before another lane's flag."""
@@ -358,7 +363,8 @@ def test_one_lane_publishes_what_others_have_written(between, publish):
 
 @pytest.mark.parametrize("publish", ["st.release.gpu", "fence.acq_rel.gpu; st.relaxed.gpu"])
 def test_each_lane_publishes_its_own(publish):
-    """Every lane has a flag of its own: who acquires one of them knows that lane's word only."""
+    """Every lane has a flag of its own: a reader that acquires one flag knows only that lane's
+    word."""
     body = HANDOVER.replace("add.s64 %rd2, %rd1, 256;", "mul.wide.u32 %rd2, %r0, 4;")
     body = body.replace(
         "mul.wide.u32 %rd3", "add.s64 %rd2, %rd2, 256; add.s64 %rd2, %rd2, %rd1; mul.wide.u32 %rd3"
@@ -371,19 +377,19 @@ def test_each_lane_publishes_its_own(publish):
 
 
 def test_the_last_fence_counts():
-    """Of two: a relaxed store publishes what came before the second one."""
+    """With two fences, a relaxed store publishes the accesses before the second one."""
     body = "fence.acq_rel.gpu;" + HANDOVER
     assert handover("@%p0 fence.acq_rel.gpu;" + STORE.format("relaxed.gpu"), body=body) == set()
 
 
 def test_barriers_around_a_flag():
-    """Thread 0 speaks for its CTA only after a barrier, and before one."""
+    """Thread 0 acts for its CTA only after a barrier before the flag, and with one behind it."""
     for part in ("bar.sync 0;", "bar.sync 1;"):
         assert handover(body=HANDOVER.replace(part, "")) == {"global-race"}
 
 
 def test_a_grid_barrier(mode):
-    """A counter that every CTA adds to with release and reads with acquire, twice."""
+    """Every CTA adds to a counter with release and reads it with acquire, twice."""
     body = f"""
     ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [counter]; mov.u32 %r30, 0;
 AGAIN:
@@ -409,7 +415,7 @@ WAITED:
 
 
 def test_results_of_different_ctas_in_one_word():
-    """CTAs may write bytes side by side, not the same ones."""
+    """CTAs may write neighbouring bytes, but not the same bytes."""
     body = "ld.param.u64 %rd1, [x]; cvt.u64.u32 %rd2, %r100; add.s64 %rd2, %rd1, %rd2;"
     assert hazards(body + "@%p0 st.global.u8 [%rd2], %r100;", ctas=4) == set()
     assert hazards(body + "@%p0 st.global.u32 [%rd1], %r100;", ctas=4) == {"global-race"}
@@ -431,7 +437,7 @@ TO_TMA = HANDOVER.replace("ld.global.u32 %r8, [%rd3];", BULK_LOAD)
 @pytest.mark.parametrize("fence", ["fence.proxy.async;", "fence.proxy.async.global;"])
 @pytest.mark.parametrize("side", ["writer", "reader"])
 def test_ordinary_stores_that_tma_reads(fence, side, mode):
-    """A proxy fence between the stores and the load, on either side of the flag."""
+    """A proxy fence stands between the stores and the load, on either side of the flag."""
     at = "bar.sync 0;" if side == "writer" else "bar.sync 1;"
     assert handover(body=TO_TMA.replace(at, fence + at)) == set()
     assert handover(body=TO_TMA) == {"missing-proxy-fence"}
@@ -440,7 +446,7 @@ def test_ordinary_stores_that_tma_reads(fence, side, mode):
 
 
 def test_bulk_stores_that_others_read(mode):
-    """wait_group.read says that shared memory was read, not that global memory was written."""
+    """wait_group.read waits for the reads of shared memory, not for the writes of global memory."""
     bulk = """
     st.shared.u32 [%r22], %r6; fence.proxy.async.shared::cta; bar.sync 3;
     @%p0 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r21], 256;
@@ -456,7 +462,7 @@ def test_bulk_stores_that_others_read(mode):
 
 
 def test_overwriting_what_another_cta_loads():
-    """CTA 1 loads a buffer by TMA; CTA 0 writes to it once CTA 1 says that it has it."""
+    """CTA 1 loads a buffer by TMA; CTA 0 writes to it after CTA 1's flag."""
     body = MAP_ADDRESS.format("%rd9", "m") + f"""
     ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [flag]; mul.wide.u32 %rd3, %r0, 4;
     add.s64 %rd3, %rd1, %rd3; mov.u32 %r7, 1; setp.eq.u32 %p3, %r100, 0; @%p3 bra SPIN;
@@ -490,9 +496,9 @@ LINE = """cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
     "copy, width", [(BOX, 32), (BOX, 8), (LINE, 8)], ids=["all of a box", "some of a box", "line"]
 )
 def test_loading_more_than_is_ready(copy, width, emulator):
-    """CTA 0 writes the first 8 of 32 words and says so; it goes on with the others while CTA 1
-    copies them all. With `poison_races` only the words of a box that it waited for are its to use;
-    a linear copy has no words too many."""
+    """CTA 0 writes the first 8 of 32 words and sets a flag. It writes the others while CTA 1 copies
+    all 32. With `poison_races` CTA 1 may use only the 8 words of a box. A linear copy must not load
+    unready words."""
     body = MAP_ADDRESS.format("%rd9", "m") + f"""
     ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [flag]; ld.param.u64 %rd4, [got];
     mul.wide.u32 %rd3, %r0, 4; add.s64 %rd5, %rd1, %rd3; add.s64 %rd4, %rd4, %rd3;

@@ -1,4 +1,4 @@
-"""TMA that gathers and scatters four rows at a time (sm_100)."""
+"""TMA that gathers and scatters four rows an instruction (sm_100)."""
 
 import pytest
 import row_gather
@@ -34,7 +34,7 @@ def test_rows_through_a_swizzled_tile(kernel_of_the_dsl, mode, emulator):
 
 
 def copy(rows: str, to: str, column: int = 8, target: str = "sm_100a", box=(1, 16), load=LOAD):
-    """Four rows of x, from a column on, to four rows of out."""
+    """Copy four rows of x, from a column on, to four rows of out."""
     x, out = torch.arange(12 * 32).int().view(12, 32), zeros(12, 32)
     body = MAP_ADDRESS.format("%rd1", "m") + MAP_ADDRESS.format("%rd3", "n") + f"""
     mov.u32 %r20, bar; mov.u32 %r21, tile; mbarrier.init.shared.b64 [%r20], 1;
@@ -56,7 +56,7 @@ def test_any_rows_in_any_order(mode):
 
 
 def test_rows_that_are_not_there():
-    """They are read as zeros, and not written."""
+    """Rows outside the tensor are read as zeros, and not written."""
     x, out, _ = copy("-1, 2, 12, 100000", "5, 6, 7, 8")
     assert not out[[5, 7, 8]].any() and torch.equal(out[6, :16], x[2, 8:24])
     x, out, _ = copy("1, 2, 3, 4", "-1, 12, 0, -100000")
@@ -79,7 +79,7 @@ def test_refused(more, message):
 
 
 def test_rows_that_nothing_orders():
-    """A scatter is a bulk store like the others: a second one to the same rows must wait for it."""
+    """A scatter is a bulk store: a second one to the same rows must wait for the first."""
     again = STORE.format(column=0, rows="5, 6, 7, 8")
     body = MAP_ADDRESS.format("%rd3", "n") + f"""
     mov.u32 %r21, tile; shl.b32 %r3, %r0, 3; add.s32 %r3, %r21, %r3;

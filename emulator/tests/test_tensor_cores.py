@@ -29,19 +29,20 @@ HOPPER = {"none": 0, "32": 3, "64": 2, "128": 1}
 
 
 def operands(k: int, m: int = 64, n: int = 8) -> tuple[torch.Tensor, ...]:
-    """(a, b, their product, which is exact)."""
+    """Return (a, b, their exact product)."""
     torch.manual_seed(k)
     a, b = (torch.randint(-4, 5, (rows, k)).half() for rows in (m, n))
     return a, b, a.float() @ b.float().T
 
 
 def core_matrices(x: torch.Tensor) -> torch.Tensor:
-    """As they lie without a swizzle: 8 rows of 16 bytes, those along K first."""
+    """Lay x out without a swizzle: parts of 8 rows of 16 bytes, contiguous along K."""
     return x.view(-1, 8, x.shape[1] // 8, 8).transpose(1, 2).contiguous()
 
 
 def matrix(swizzle: str, k: int, target: str) -> int:
-    """A matrix descriptor but for the address: rows of a swizzle's span, eight rows a part."""
+    """Return a matrix descriptor without the address: rows of a swizzle's span, eight rows a
+    part."""
     span = 2 * k if swizzle == "none" else int(swizzle)
     bits = 128 >> 4 << 16 | 8 * span >> 4 << 32
     if target == "sm_90a":
@@ -50,12 +51,12 @@ def matrix(swizzle: str, k: int, target: str) -> int:
 
 
 def result_of(d: torch.Tensor) -> torch.Tensor:
-    """The matrix whose four values a thread are an accumulator of 64 x 8."""
+    """Return the 64 x 8 matrix of an accumulator with four values a thread."""
     return d.view(4, 8, 4, 2, 2).permute(0, 3, 1, 2, 4).reshape(64, 8)
 
 
 def run_on_warpgroup(body: str, a, b, values: int, matrix_bits: int, target: str = "sm_90a"):
-    """What each of 128 threads stores, and the hazards."""
+    """Return the values that each of 128 threads stores, and the hazards."""
     out = torch.zeros(128, values)
     size_a, size_b = 2 * a.numel(), 2 * b.numel()
     text = READY.format(size_a=size_a, size_b=size_b, size=size_a + size_b, matrix=matrix_bits)
@@ -70,7 +71,8 @@ DONE = "wgmma.wait_group.sync.aligned {};"
 
 
 def multiply(d: int, a: str = "%rd3", sign: int = 1, add: str = "%p3") -> str:
-    """Into %f`d` and the three after it; `a`: a descriptor or four registers."""
+    """Return a WGMMA into %f`d` and the next three registers; `a`: a descriptor or four
+    registers."""
     registers = ", ".join(f"%f{d + i}" for i in range(4))
     more = "0, 0" if a.startswith("%rd") else "0"
     return (
@@ -106,7 +108,7 @@ def test_older_groups_are_waited_for(mode):
 
 FRAGMENT = "{%r40, %r41, %r42, %r43}"
 LOAD_FRAGMENT = "".join(f"mov.b32 %r4{i}, %r0;" for i in range(4))
-# What stands between a multiplication and the wait for it, and after the wait.
+# An access between a WGMMA and its wait, or after the wait.
 TOUCHES = {
     "an accumulator is read": keep(0, 20),
     "an accumulator is written": "add.f32 %f1, %f20, %f20;",
@@ -124,7 +126,7 @@ def test_registers_in_flight(touch, mode):
     done, touched = DONE.format(0), TOUCHES[touch]
     assert run_on_warpgroup(started + done + touched, *arguments)[1] == set()
     assert run_on_warpgroup(started + touched + done, *arguments)[1] == {"wgmma-register-in-flight"}
-    # A wait that leaves the group out, and one that nothing was committed for.
+    # A wait that omits the group, and a wait without a commit.
     for wait in (DONE.format(1), ""):
         found = run_on_warpgroup(started + wait + touched + done, *arguments)[1]
         assert found == {"wgmma-register-in-flight"}
@@ -134,7 +136,7 @@ def test_registers_in_flight(touch, mode):
 
 @pytest.mark.parametrize("written", ["add.f32 %f1, %f20, %f20;", "add.u32 %r43, %r0, 1;"])
 def test_registers_without_a_fence(written, mode):
-    """Between an access to a register and the multiplication that uses it."""
+    """The fence must stand between an access to a register and a WGMMA that uses it."""
     a, b, _ = operands(16)
     arguments = core_matrices(a), core_matrices(b), 4, matrix("none", 16, "sm_90a")
     before = f"{ZERO} {LOAD_FRAGMENT} {keep(4, 20)}"
@@ -142,13 +144,13 @@ def test_registers_without_a_fence(written, mode):
     assert run_on_warpgroup(before + written + FENCE + after, *arguments)[1] == set()
     for start in (before + FENCE + written, before + written):
         assert run_on_warpgroup(start + after, *arguments)[1] == {"missing-wgmma-fence"}
-    # One accumulator goes from one multiplication to the next without a fence.
+    # An accumulator may pass from one WGMMA to the next without a fence.
     again = multiply(0, FRAGMENT, add="%p4") + after
     assert run_on_warpgroup(before + written + FENCE + again, *arguments)[1] == set()
 
 
 def test_an_accumulator_of_another_shape(mode):
-    """It is one accumulator all the same, but the order is kept for one shape only."""
+    """It is the same accumulator, but the hardware orders only WGMMAs of one shape."""
     a, b, _ = operands(16, n=16)
     wide = multiply(0, FRAGMENT, add="%p4").replace("n8k", "n16k")
     wide = wide.replace("%f3}", "%f3, %f4, %f5, %f6, %f7}")
@@ -161,12 +163,12 @@ def test_an_accumulator_of_another_shape(mode):
 
 
 def spread(x: torch.Tensor, swizzle: str) -> torch.Tensor:
-    """As it lies in shared memory, its rows one span wide."""
+    """Lay x out in shared memory, in rows of one span."""
     return core_matrices(x) if swizzle == "none" else swizzled(x, int(swizzle))
 
 
 SPANS = {"none": 16, "32": 16, "64": 32, "128": 64}
-"""Columns of float16 of a swizzle's rows, of which one instruction multiplies 16."""
+"""Columns of float16 in a swizzle's row; one instruction multiplies 16 columns."""
 NEXT = "add.s64 %rd3, %rd3, 2; add.s64 %rd4, %rd4, 2;"
 
 

@@ -1,4 +1,4 @@
-"""Who may touch tensor memory when: what orders tcgen05 operations of different threads."""
+"""The order of accesses to tensor memory: tcgen05 operations of different threads."""
 
 import ptxemu
 import pytest
@@ -11,8 +11,8 @@ TOP = """
 M128_N16 = 8 << 24 | 2 << 17 | 1 << 4
 """Instruction descriptor: M = 128, N = 16, float16 operands, a float32 accumulator."""
 MATRIX = 1 << 46 | 256 >> 4 << 32 | 128 >> 4 << 16
-"""Of a matrix descriptor all but the address: no swizzle; core matrices lie 128 bytes apart
-along K, 256 along the rows."""
+"""A matrix descriptor without the address: no swizzle; core matrices are 128 bytes apart along K,
+256 bytes along the rows."""
 SETUP = f"""
     setp.lt.u32 %p0, %r0, 32; setp.eq.u32 %p1, %r0, 0; setp.eq.u32 %p2, %r0, 32;
     mov.u32 %r20, bars; mov.u32 %r21, tile; mov.u32 %r22, place; mov.u32 %r9, 0;
@@ -60,7 +60,7 @@ END:
 
 
 def found(body: str) -> set[str]:
-    """Kinds of hazards, and of an error that ends the kernel."""
+    """Return the kinds of hazards, and the error that ends the kernel."""
     text, error = kernel("u64 x", body, TOP, target="sm_100a"), set()
     try:
         run(text, zeros(1), threads=64)
@@ -70,7 +70,7 @@ def found(body: str) -> set[str]:
 
 
 def relaxed(body: str) -> str:
-    """With waits and arrivals that order no other memory."""
+    """Return the kernel with relaxed waits and arrivals, which order no other memory."""
     body = body.replace("try_wait.parity.shared::cta", "try_wait.parity.relaxed.cta.shared::cta")
     return body.replace(
         ARRIVE, ARRIVE.replace("arrive.", "arrive.relaxed.cta.").replace("_,", "%rd9,")
@@ -78,14 +78,14 @@ def relaxed(body: str) -> str:
 
 
 def through_the_cluster(body: str) -> str:
-    """With a relaxed barrier of the cluster where the accumulator is given back."""
+    """Return the kernel with a relaxed barrier of the cluster at the release of the accumulator."""
     barrier = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
     return body.replace(f"@%p2 {ARRIVE}", barrier).replace(wait("%r20+8", "FREE"), barrier)
 
 
 @pytest.mark.parametrize("semantics", [str, relaxed, through_the_cluster])
 def test_an_accumulator_is_handed_over(semantics, mode):
-    """As the PTX ISA has it; with the fences, relaxed waits order tcgen05 operations, too."""
+    """The handover of the PTX ISA. With the fences, relaxed waits order tcgen05 operations, too."""
     assert found(semantics(HANDOVER)) == set()
 
 
@@ -96,7 +96,7 @@ def test_without_one_fence(without, mode):
 
 
 def test_what_needs_no_fence(mode):
-    """tcgen05.commit is one for its thread; a warp's own loads that it has waited for need none."""
+    """tcgen05.commit is a fence for its thread; a warp needs none for its own completed loads."""
     commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r20+8];"
     assert found(HANDOVER.replace(BEFORE, "").replace(ARRIVE, commit)) == set()
     own = f"""
@@ -117,7 +117,7 @@ def test_a_fence_after_the_operation_is_too_late(mode):
 
 
 def test_a_wait_after_the_load_is_too_late(mode):
-    """The accumulator is read before the MMA is waited for, and used after it."""
+    """The accumulator is read before the wait for the MMA, and used after it."""
     load, _, done = LOAD.partition(";")
     late = HANDOVER.replace(f"{AFTER} // read\n    {LOAD}", f"{AFTER} {done}")
     late = late.replace("READER:", f"READER: add.u32 %r4, %r30, {32 << 16}; {load};")
@@ -125,7 +125,8 @@ def test_a_wait_after_the_load_is_too_late(mode):
 
 
 def test_allocated_memory_is_used_by_others(mode):
-    """Allocating is synchronous: it needs no fence before the barrier; its user needs one after."""
+    """An allocation is synchronous: it needs no fence before the barrier, its user needs one
+    after."""
     store = LOAD.replace("tcgen05.ld", "tcgen05.st").replace("wait::ld", "wait::st")
     registers = store[store.index("{") : store.index("}") + 1]
     store = store.replace(f"{registers}, [%r4]", f"[%r4], {registers}")
@@ -136,7 +137,7 @@ WAITS: bar.sync 0; @%p0 {FREE}
     """
     assert found(body) == set()
     assert found(body.replace(AFTER, "")) == {"missing-tcgen05-fence"}
-    # Nor does the one that gives it back need a fence.
+    # The deallocation needs no fence, either.
     assert found(body.replace(BEFORE, "")) == set()
     at_once = found(body.replace("WAITS: bar.sync 0;", "WAITS:"))
     assert at_once & {"tmem-dealloc-in-flight", "not allocated"}
@@ -151,7 +152,7 @@ WAITS: bar.sync 0; @%p0 {FREE}
     ids=["an MMA", "a load"],
 )
 def test_freed_while_work_is_in_flight(work, waited, mode):
-    """Eagerly, it is complete when the memory is given back; but nothing says so."""
+    """In the mode eager the work is complete at the deallocation, but nothing orders it."""
     body = f"{SETUP} @!%p0 bra END; {work} {FREE}\nEND:"
     assert found(body) == set()
     assert "tmem-dealloc-in-flight" in found(body.replace(waited, ""))
@@ -164,7 +165,7 @@ def test_a_cta_ends_while_an_mma_is_in_flight(mode):
 
 
 def test_a_pair_s_allocation_is_one():
-    """The MMA of a pair follow it without another barrier, in the tensor memory of both CTAs."""
+    """The pair's MMAs need no other barrier after it, for the tensor memory of both CTAs."""
     barrier = "barrier.cluster.arrive; barrier.cluster.wait;"
     setup = SETUP.replace("@!%p0 bra ALLOCATED;", f"{barrier} @!%p0 bra ALLOCATED;")
     body = f"""

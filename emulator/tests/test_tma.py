@@ -26,7 +26,7 @@ COPY:
 
 
 def load_kernel(words: int) -> str:
-    """Loads one box to shared memory and copies that, as it lies, to `out`."""
+    """Return a kernel that loads one box to shared memory and copies its bytes to `out`."""
     copy = COPY_OUT.format(address=address("%rd2", "out", "%r4", 4), words=words)
     body = MAP_ADDRESS.format("%rd1", "m") + INIT + LOAD.format(size=4 * words)
     body += WAIT.format(label="W", barrier="%r20", parity="0") + copy
@@ -34,7 +34,7 @@ def load_kernel(words: int) -> str:
 
 
 def load(x: torch.Tensor, box: tuple[int, int], column: int, row: int, swizzle: str = "none"):
-    """(box as it lies in shared memory, the report)."""
+    """Return (the box as laid out in shared memory, the report)."""
     out = torch.zeros(box, dtype=x.dtype)
     words = out.numel() * out.element_size() // 4
     report = run_with(x, load_kernel(words), tensor_map(x, box, swizzle), column, row, out)
@@ -42,23 +42,26 @@ def load(x: torch.Tensor, box: tuple[int, int], column: int, row: int, swizzle: 
 
 
 def shifted(text: str, distance: int) -> str:
-    """The kernel with its tile this many bytes further on."""
+    """Return the kernel with its tile moved by a number of bytes."""
     return text.replace(
         "mov.u32 %r21, tile;", f"mov.u32 %r21, tile; add.u32 %r21, %r21, {distance};"
     )
 
 
 def run_with(x: torch.Tensor, text: str, *arguments, **more):
-    """Run a kernel that reaches `x` through a tensor map only."""
+    """Run a kernel that reaches `x` only through a tensor map."""
     return run(text, *arguments, also=(x,), **more)
 
 
 def swizzled(box: torch.Tensor, span: int) -> torch.Tensor:
-    """The box with the 16-byte chunks of each row exchanged, as the hardware places them: chunk c
-    of row r of 128 bytes lies at c ^ (r mod 8), of narrower spans accordingly."""
+    """Return the box with the 16-byte chunks of each row exchanged as by hardware.
+
+    For rows of 128 bytes, chunk c of row r moves to c ^ (r mod 8); narrower spans have fewer
+    chunks.
+    """
     flat = box.contiguous().view(torch.uint8).flatten()
     chunks = flat.view(-1, 16)
-    line = torch.arange(len(chunks)) // 8  # of 128 bytes
+    line = torch.arange(len(chunks)) // 8  # lines of 128 bytes
     source = torch.arange(len(chunks)) ^ line % (span // 16)
     return chunks[source].flatten().view(box.dtype).view(box.shape)
 
@@ -112,7 +115,7 @@ FINISH = "@%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group.read 0;
 
 @pytest.mark.parametrize("op", ["st", "add", "max"])
 def test_store_and_reduce(op, mode):
-    """32 rows of 4 words at (4, 8); rows and columns outside the tensor are left out."""
+    """Store 32 rows of 4 words at (4, 8); rows and columns outside the tensor are not written."""
     x = torch.full((24, 8), 107).int()
     whole = x.clone()
     copy = "cp.async.bulk" if op == "st" else "cp.reduce.async.bulk"
@@ -130,7 +133,7 @@ def test_store_and_reduce(op, mode):
 
 
 def test_linear_copies(mode):
-    """Global to shared and back, and between the CTAs of a cluster."""
+    """Copy from global to shared memory and back, and between the CTAs of a cluster."""
     body = (
         INIT
         + f"""
@@ -164,7 +167,7 @@ def test_linear_copies(mode):
 
 
 def test_a_map_behind_a_smaller_parameter():
-    """Parameters are placed by their alignment: of a tensor map 64 bytes."""
+    """Parameters are aligned, a tensor map to 64 bytes."""
     x, out = torch.arange(128).int().view(32, 4), zeros(32, 4)
     text = load_kernel(128).replace("entry k(", "entry k(.param .u32 first, ")
     report = run_with(x, text, 7, tensor_map(x, (32, 4)), 0, 0, out)
@@ -172,7 +175,7 @@ def test_a_map_behind_a_smaller_parameter():
 
 
 def test_multicast(mode):
-    """CTA 0 loads for both; each CTA waits for its own barrier."""
+    """CTA 0 loads for both; each CTA waits for its own mbarrier."""
     load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     body = MAP_ADDRESS.format("%rd1", "m") + INIT + f"""
     @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 512;
@@ -193,7 +196,7 @@ def test_multicast(mode):
 
 
 def test_multicast_to_a_cta_that_does_not_wait():
-    """It may exit before the copy has come, even if it did not this time."""
+    """The CTA may exit before the copy has come, even if it does not in this schedule."""
     load = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
     body = MAP_ADDRESS.format("%rd1", "m") + INIT + f"""
     @%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 512;
@@ -269,7 +272,7 @@ def test_rank_of_the_instruction():
 
 
 def test_a_swizzle_goes_by_address_bits():
-    """A box need not begin where the pattern does: three lines further on, so is the pattern."""
+    """A box that begins three lines after the pattern has the pattern from its fourth line on."""
     torch.manual_seed(0)
     x = torch.randint(0, 256, (16, 128), dtype=torch.uint8)
     text = shifted(load_kernel(16 * 32), 384)
@@ -321,7 +324,7 @@ def test_boxes_in_shared_memory_are_aligned():
 
 
 def test_maps_are_aligned():
-    """The map itself, and the memory that it describes."""
+    """The check covers the map and the memory that it describes."""
     x, out = zeros(32, 8), zeros(32, 4)
     good = tensor_map(x, (32, 4))
     moved = (x.data_ptr() + 8).to_bytes(8, "little") + good[8:]

@@ -18,7 +18,7 @@ def gemm():
 
 
 def launch(gemm, emulator, edit=unchanged):
-    """(whether the result is right, kinds of hazards, text of the error)."""
+    """Return (True if the result is right, kinds of hazards, text of the error)."""
     edited = []
 
     def transform(ptx: str) -> str:
@@ -45,7 +45,7 @@ def test_result(gemm, mode, seed, emulator):
     assert emulator.reports[-1].counts["mma_flops"] == 2 * 256 * 128 * 320
 
 
-# An edit, and what every schedule must find ("": some schedule finds something).
+# An edit, and a report that every schedule must give ("": some schedule reports something).
 MUTATIONS = {
     "MMAs are not committed": (drop(r"tcgen05\.commit"), "DEADLOCK"),
     "more bytes are expected than come": (replace(r"\b24576;", "24592;"), "DEADLOCK"),

@@ -1,4 +1,4 @@
-"""A small GEMM for sm_100a: every kind of hand-over that tensor memory needs, in one kernel."""
+"""A small GEMM for sm_100a with every kind of handover that tensor memory needs."""
 
 import cutlass
 import cutlass.cute as cute
@@ -23,8 +23,8 @@ ALLOCATED, STAGED = 1, 2  # named barriers
 class UmmaGemm:
     """`c = a @ b.T` in float16, one 128 x 64 tile a CTA.
 
-    Roles: warp 4 loads by TMA; warp 5 owns the tensor memory and issues the MMAs; warps 0 to 3
-    bring the accumulator from tensor memory to shared memory and store it by TMA.
+    Roles: warp 4 loads by TMA; warp 5 owns the tensor memory and issues the MMAs; warps 0 to 3 copy
+    the accumulator from tensor memory to shared memory and store it by TMA.
 
     Barriers in shared memory: full and empty of each stage, and one for the accumulator.
     """
@@ -170,7 +170,7 @@ class UmmaGemm:
 
 
 def compiled():
-    """The kernel for any M and N that are multiples of a tile, and K = 320."""
+    """Compile the kernel for any M and N in whole tiles, and K = 320."""
     m, n = cute.sym_int32(divisibility=M), cute.sym_int32(divisibility=N)
     shapes = ((m, 320), (n, 320), (m, n))
     fake = [
@@ -181,7 +181,7 @@ def compiled():
 
 
 def problem(m: int = M, n: int = N, k: int = 320) -> tuple[torch.Tensor, ...]:
-    """(a, b, c filled with something else, the exact result)."""
+    """Return (a, b, c with other values, the exact result)."""
     torch.manual_seed(m + n)
     a, b = (torch.randint(-2, 3, (rows, k)).half() for rows in (m, n))
     return a, b, torch.full((m, n), -7.0).half(), (a.float() @ b.float().T).half()

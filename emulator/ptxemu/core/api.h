@@ -1,7 +1,6 @@
-// What Python calls.
+// The interface to Python.
 #pragma once
 #include "decoder.h"
-#include "numerics.h"
 #include "scheduler.h"
 
 struct LaunchDesc {
@@ -12,7 +11,7 @@ struct LaunchDesc {
   const u8* params;
 };
 struct RunDesc {
-  u64 launches;  // the first, and those that may start before the one before them has ended
+  u64 launches;  // a chain: see Launch
   const LaunchDesc* launch;
   u64 nranges;
   const u64* ranges;
@@ -85,7 +84,6 @@ API int ptxemu_run(const RunDesc* d, char* out, u64 n) {
   Machine m;
   m.opt.mode = d->mode;
   m.opt.dependents = d->dependents;
-  m.opt.seed = d->seed;
   m.opt.max_resident = d->max_resident;
   m.opt.clc_resident = d->clc_resident;
   m.opt.strict = d->strict;
@@ -117,10 +115,4 @@ API int ptxemu_run(const RunDesc* d, char* out, u64 n) {
           for (auto& w : t->warps) l->executed += w.executed;
   snprintf(out, n, "%s", json(m, error).c_str());
   return !error.empty();
-}
-API u32 ptxemu_f32_to_small(float f, int e, int m, int kind) {
-  return float_to_small(f, e, m, kind, true);
-}
-API float ptxemu_small_to_f32(u32 v, int e, int m, int kind) {
-  return small_to_float(v, e, m, kind);
 }

@@ -1,4 +1,4 @@
-// What every part of the emulator's core uses: short type names and printf into a string.
+// Standard headers, short type names and printf into a string, for every part of the core.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,7 @@ typedef int32_t s32;
 typedef int64_t s64;
 typedef std::string Str;
 
-static Str fmt(const char* f, ...) __attribute__((format(printf, 1, 2)));
-static Str fmt(const char* f, ...) {
+static Str __attribute__((format(printf, 1, 2))) fmt(const char* f, ...) {
   va_list ap, again;
   va_start(ap, f);
   va_copy(again, ap);

@@ -1,25 +1,27 @@
-// What each agent knows of the others' accesses to memory: the order that synchronisation gives.
+// Vector clocks: each agent's knowledge of the other agents' accesses to memory.
 //
-// An agent is whatever accesses memory in an order of its own: a warp, a warp's WGMMAs, its bulk
-// stores, what completes on one mbarrier, a CTA's tcgen05 operations. Each access has a tick, the
-// number of the instruction among all that were executed. "A knows B up to tick t" means that
-// synchronisation orders B's accesses up to t before what A does next (a vector clock). Knowledge
-// passes on at barriers, mbarriers, flags that are released and acquired, and launches.
+// An agent makes accesses in an order of its own: a warp, a warp's WGMMAs, its bulk stores, the
+// copies that complete on one mbarrier, a CTA's tcgen05 operations. The tick of an access is the
+// number of its instruction among all executed instructions. "A knows B up to tick t" means that
+// synchronisation orders B's accesses up to t before A's next access. Knowledge passes on at
+// barriers, mbarriers, released and acquired flags, and launches.
 #pragma once
 #include "base.h"
 
 typedef u64 Tick;
 
-// One agent's accesses: of all lanes up to `all`, of `lanes` up to `some`.
+// Accesses of one agent: up to the tick `all` for every lane, up to `some` for `lanes`.
 struct Known {
   u32 agent, lanes;
   Tick all, some;
-  bool covers(Tick tick, u32 of) const { return tick <= all || (tick <= some && !(of & ~lanes)); }
+  bool covers(Tick tick, u32 mask) const {
+    return tick <= all || (tick <= some && !(mask & ~lanes));
+  }
   bool includes(const Known& o) const {
     return o.all <= all && (o.some <= all || (o.some <= some && !(o.lanes & ~lanes)));
   }
-  // Exact unless both sides name different lanes at different ticks; then it claims too much: a
-  // race may be missed, none is invented.
+  // Exact, unless both sides name different lanes at different ticks. Then the result claims too
+  // much knowledge: a race may be missed, none is invented.
   void join(const Known& o) {
     all = std::max(all, o.all);
     if (o.some > all) {
@@ -30,14 +32,14 @@ struct Known {
   }
 };
 
-// A pointer that counts the owners of what it points to. The core is one thread: std::shared_ptr,
-// which counts atomically, would cost more than the joins themselves.
+// A pointer with a count of owners. The core has one thread: the atomic count of std::shared_ptr
+// would cost more than the joins.
 template <class T>
 class Shared {
   struct Counted {
     T value;
     size_t owners;
-    // The freed are used again first: most of what malloc does is for these.
+    // A free list, because most allocations of the core are of this type.
     union Free {
       Free* next;
       char bytes[sizeof(T) + sizeof(size_t)];
@@ -71,7 +73,7 @@ class Shared {
   bool operator==(const Shared& o) const { return at == o.at; }
   const T* operator->() const { return &at->value; }
   const T& operator*() const { return at->value; }
-  // To change it: a copy where there are other owners.
+  // Return a value to change: a copy if the pointer has other owners.
   T& own() {
     if (!at)
       at = new Counted{T(), 1};
@@ -83,10 +85,10 @@ class Shared {
   }
 };
 
-// By agent. Clocks that know the same share it, whole, by groups of blocks or by blocks of agents;
-// who learns more copies what leads to the block.
+// Knowledge by agent. Clocks share equal parts: a block of agents, a group of blocks, or the whole.
+// A clock that learns copies the parts that lead to the changed block.
 class Clock {
-  // Whether it would learn from theirs, and what to do then: a block, a group or the whole.
+  // True if `mine` learns from `theirs`: a block, a group or the whole.
   template <class Part>
   static bool gains(const Shared<Part>& mine, const Shared<Part>& theirs) {
     return theirs && !(mine == theirs) && !(mine && mine->includes(*theirs));
@@ -148,7 +150,7 @@ class Clock {
   Shared<Whole> whole;
 
  public:
-  u64 launches = 0;  // bit i: everything that launch i did
+  u64 launches = 0;  // bit i: all accesses of launch i
 
   const Known* find(u32 agent) const {
     if (!whole || agent / GROUP >= whole->parts.size()) return nullptr;
@@ -171,9 +173,10 @@ class Clock {
   }
 };
 
-// `memory`: whose accesses are ordered before what comes next. The proxies: whose ordinary writes to
-// shared and to global memory the asynchronous proxy (TMA, WGMMA, tcgen05) sees as well. `tensor`:
-// whose tcgen05 operations are ordered before what comes next; relaxed synchronisation orders them.
+// memory: accesses ordered before the next access.
+// shared_proxy, global_proxy: ordinary writes to shared and to global memory that the asynchronous
+//   proxy (TMA, WGMMA, tcgen05) sees, too.
+// tensor: tcgen05 operations ordered before the next one. Relaxed synchronisation orders them, too.
 struct Knowledge {
   Clock memory, shared_proxy, global_proxy, tensor;
   void join(const Knowledge& o) {

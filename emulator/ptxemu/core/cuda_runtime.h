@@ -1,4 +1,4 @@
-// Stands in for the CUDA runtime that the DSL's compiled host code is linked to.
+// Replaces the CUDA runtime for the DSL's compiled host code.
 #pragma once
 #include "tensor_map.h"
 
@@ -6,7 +6,7 @@ typedef int (*launch_cb)(void*, const void*, void**);
 typedef void* (*load_cb)(const void*);
 typedef void* (*getk_cb)(void*, const char*);
 typedef void (*alloc_cb)(void*, uint64_t);
-typedef int (*settle_cb)();  // runs what is in flight
+typedef int (*settle_cb)();  // completes all launches
 static launch_cb g_launch;
 static load_cb g_load;
 static getk_cb g_getk;
@@ -70,21 +70,15 @@ API int _cudaMemcpy(void* d, const void* s, size_t n, int) {
   memcpy(d, s, n);
   return 0;
 }
-API int _cudaMemcpyAsync(void* d, const void* s, size_t n, int, void*) {
-  if (int status = g_settle()) return status;
-  memcpy(d, s, n);
-  return 0;
+API int _cudaMemcpyAsync(void* d, const void* s, size_t n, int kind, void*) {
+  return _cudaMemcpy(d, s, n, kind);
 }
 API int _cudaMemset(void* d, int v, size_t n) {
   if (int status = g_settle()) return status;
   memset(d, v, n);
   return 0;
 }
-API int _cudaMemsetAsync(void* d, int v, size_t n, void*) {
-  if (int status = g_settle()) return status;
-  memset(d, v, n);
-  return 0;
-}
+API int _cudaMemsetAsync(void* d, int v, size_t n, void*) { return _cudaMemset(d, v, n); }
 API int _cudaMalloc(void** p, size_t n) {
   *p = aligned_alloc(256, (n + 255) & ~255ull);
   g_alloc(*p, n);
@@ -132,8 +126,8 @@ API void CuteDSLRT_TVMFFISetRaisedCudaError(raise_parts err, int code) {
 API void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(raise_parts err, int code) {
   CuteDSLRT_TVMFFISetRaisedCudaError(err, code);
 }
-// Writes the same bit layout as the DSL's inline encoder (see decode_tmap), for arguments that meet
-// the requirements of the driver API's cuTensorMapEncodeTiled.
+// Write a tensor map in the bit layout of the DSL's inline encoder (see decode_tmap). The arguments
+// must meet the requirements of the driver API's cuTensorMapEncodeTiled.
 API int _cuTensorMapEncodeTiled(void* map, int dtype, u32 rank, void* addr, const u64* dim,
                                 const u64* stride, const u32* box, const u32* estride,
                                 int interleave, int swizzle, int l2, int oob) {

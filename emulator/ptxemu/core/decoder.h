@@ -1,4 +1,4 @@
-// From an instruction's text to its handler; whatever has none is refused by name.
+// Finds the handler of each instruction; an instruction without one is refused by name.
 #pragma once
 #include "numerics.h"
 #include "ops_arithmetic.h"
@@ -73,7 +73,7 @@ static Handler decode(Instr& I) {
       I.i1 = I.has("rm") ? FE_DOWNWARD : I.has("rp") ? FE_UPWARD : FE_TOWARDZERO;
       return h_fma_directed;
     }
-    if ((t == T_F16 || t == T_BF16) && I.has("f32")) {  // of sm_100: some operands are narrower
+    if ((t == T_F16 || t == T_BF16) && I.has("f32")) {  // sm_100: some operands are narrower
       I.i1 = b == "sub" ? -1 : 1;
       return b == "fma" ? h_fma_mixed : h_add_mixed;
     }
@@ -408,7 +408,6 @@ static Handler decode(Instr& I) {
                : I.has("scale_vec::4X") ? K / 4
                : I.has("scale_vec::2X") ? K / 2
                : I.has("scale_vec::1X") ? K
-               : f4                     ? 32
                                         : 32;
       }
       for (size_t i = 2; i < P.size(); i++)
@@ -493,7 +492,7 @@ static Opnd parse_opnd(std::vector<Str>& tok, size_t& i) {
   }
   return o;
 }
-// PTX ISA, tcgen05: all instructions of a kernel that have a cta_group have the same one.
+// PTX ISA, tcgen05: all instructions of a kernel with a cta_group have the same one.
 static void check_cta_groups(const Program& p) {
   int group = 0;
   for (auto& I : p.code) {
@@ -504,7 +503,7 @@ static void check_cta_groups(const Program& p) {
     if (own) group = own;
   }
 }
-// The text form written by engine.py: one record per line.
+// Read a program in the text form of engine.py, one record a line.
 static std::unique_ptr<Program> load_program(const char* text) {
   std::unique_ptr<Program> p(new Program);
   std::istringstream in(text);

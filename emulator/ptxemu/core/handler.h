@@ -22,12 +22,12 @@ static u32 to_shared(const Ctx& c, int space, u64 a) {
     fail(c, fmt("generic address %#lx is not in shared memory", a));
   return (u32)a;
 }
-// `orders`: the lanes' accesses before this come before those after it. PTX ISA: bar.warp.sync says
-// so; what is .sync only waits for the lanes, be it a vote or a shuffle.
+// True if the lanes of `want` are together. `orders`: order the lanes' earlier accesses before
+// their later ones. PTX ISA: bar.warp.sync does; a vote or a shuffle only waits for the lanes.
 static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
   want &= c.w.live;
   if ((c.g.mask & want) == want) {
-    if (orders) c.w.together = c.m.tick - 1;  // its own accesses come after it
+    if (orders) c.w.together = c.m.tick - 1;  // its own accesses come later
     return true;
   }
   c.g.why = [what, want, mask = c.g.mask] {

@@ -1,9 +1,9 @@
-// The state of the machine: launches in flight, their CTAs, warps and barriers, hazards found.
+// The state of the machine: launches in flight, their CTAs, warps and barriers, reported hazards.
 #pragma once
 #include "shadow.h"
 
 static const u64 SHARED_WINDOW = 0xF0ull << 56, LOCAL_WINDOW = 0xE0ull << 56;
-static const u32 MAX_SMEM = 233472;  // of a CTA, with what the system keeps
+static const u32 MAX_SMEM = 233472;  // bytes of a CTA, with the system's part
 static const u32 RANK_SHIFT = 24, OFF_MASK = 0xFFFFFF;
 
 struct EmuError {
@@ -23,10 +23,10 @@ struct Opnd {
   char kind = 'S';  // R register, N negated predicate, A address, V vector, S sink, L label
   int slot = -1;
   s64 off = 0;
-  u32 tracked = 0;  // in a WGMMA's vector: which of the program's tracked registers
+  u32 tracked = 0;  // in a WGMMA's vector: number of the tracked register
   std::vector<Opnd> v;
 };
-// How an access takes part in synchronisation, and with whom.
+// The memory semantics and the scope of an access.
 enum Sem : u8 { WEAK, RELAXED, ACQUIRE, RELEASE, ACQ_REL };
 enum Scope : u8 { SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU };
 struct Instr {
@@ -40,9 +40,9 @@ struct Instr {
   int i0 = 0, i1 = 0, i2 = 0, i3 = 0, i4 = 0;  // decoded modifiers, per handler
   Sem sem = WEAK;
   Scope scope = SCOPE_GPU;
-  std::vector<u32> tracked;   // registers that WGMMA uses, see ops_wgmma.h; or tmem_loads.h
-  std::vector<u32> moved_to;  // of those of tmem_loads.h, what a move or a load fills
-  bool copies = false;       // a move, which takes over its source's state
+  std::vector<u32> tracked;   // tracked registers that it accesses: see registers.h
+  std::vector<u32> moved_to;  // tracked registers that a move or a tcgen05.ld fills
+  bool copies = false;        // a move: the destination gets its source's state
   bool has(const char* p) const {
     for (auto& x : parts)
       if (x == p) return true;
@@ -58,7 +58,7 @@ struct Program {
   std::vector<std::pair<int, u64>> consts;
   std::vector<std::pair<int, int>> specials, params;
   std::vector<std::pair<int, u32>> smem_syms;
-  std::unordered_map<int, u32> tracked;  // slot -> number of a register that WGMMA uses
+  std::unordered_map<int, u32> tracked;  // slot -> number of a tracked register
 };
 
 struct MBar {
@@ -68,9 +68,9 @@ struct MBar {
   s64 tx = 0;
   int init_line = 0;
   Access initialised{};
-  std::vector<Warp*> sleepers;  // of its own CTA, until its phase changes
-  u32 agent = 0;                // of the asynchronous copies that complete here
-  Knowledge arriving, arrived;  // what arrivals of this phase, and of all phases before, know
+  std::vector<Warp*> sleepers;  // warps of its own CTA that wait for the phase
+  u32 agent = 0;                // agent of the asynchronous copies that complete here
+  Knowledge arriving, arrived;  // of this phase's arrivals; of all earlier phases' arrivals
 };
 
 struct AsyncOp {
@@ -80,9 +80,9 @@ struct AsyncOp {
 };
 struct Queue {
   std::deque<AsyncOp> q;
-  bool loads = false;  // copies to shared memory: in any order, early in the mode early_loads
+  bool loads = false;  // copies to shared memory: complete in any order, and early in early_loads
 };
-// Operations that were committed together, and the tick at which they were.
+// Groups of committed operations, each with the tick of its commit.
 template <class T>
 struct Groups {
   struct Group {
@@ -98,11 +98,11 @@ struct Groups {
 };
 
 struct BulkGroups : Groups<std::vector<AsyncOp>> {
-  std::deque<Tick> writing;  // groups that no wait has seen complete, by when they were committed
+  std::deque<Tick> writing;  // commits of the groups that no wait has seen complete
 };
 
-// What a load or an atomic found in memory that may ask for it again and again, and when: by the
-// effects that its warp had had.
+// The words that a load or an atomic read, to recognise polling, and its warp's number of effects
+// at that time.
 struct Polled {
   struct Word {
     u64 address;
@@ -123,17 +123,17 @@ struct Polled {
 struct Group {
   u32 pc = 0, mask = 0;
   bool arrived = false;
-  u64 token = 0;  // for two-step barriers: arrival already counted
+  u64 token = 0;  // of the arrival, while it waits at a two-step barrier
   bool blocked = false;
-  u32 tried = ~0u, tried_for = 0;  // mbarrier and phase of the last wait that came too early
-  u64 tried_at = 0;                // effects that its warp had had by then
+  u32 tried = ~0u, tried_for = 0;  // mbarrier and phase of the last wait that failed
+  u64 tried_at = 0;                // its warp's number of effects at that time
   std::shared_ptr<const Polled> polled;
-  bool sleeps = false;       // blocked until what it waits for wakes its warp
-  std::function<Str()> why;  // what it waits for; put into words only where that is reported
+  bool sleeps = false;       // blocked until its warp is woken
+  std::function<Str()> why;  // describes the reason of the block; called only for a report
 };
 
-// What a store with release semantics, or a fence before it, publishes at a word: to readers in
-// scope that acquire it. CTA and cluster are for comparison only, they may be gone.
+// The knowledge that a release store, or a fence before a store, publishes at a word. Readers in
+// scope can acquire it. CTA and cluster may be gone: they are only compared.
 struct Published {
   Scope scope;
   const Cta* cta;
@@ -142,12 +142,12 @@ struct Published {
 };
 typedef std::vector<Published> Publications;
 typedef std::unordered_map<u64, Publications> Flags;  // by address
-// What the lanes that executed a fence make known by a relaxed access after it.
+// A fence of some lanes: the knowledge that a relaxed access after it publishes.
 struct Fence {
   u32 lanes;
   Scope scope;
-  Knowledge knowledge;  // of all but their own accesses
-  Tick together, tick;  // see Warp; when they executed it
+  Knowledge knowledge;  // without the lanes' own accesses
+  Tick together, tick;  // Warp::together; tick of the fence
 };
 
 struct Warp {
@@ -159,44 +159,44 @@ struct Warp {
   std::vector<u8> local;
   BulkGroups bulk[32];
   Queue wgmma;
-  Groups<int> wgmma_groups;  // of how many operations
+  Groups<int> wgmma_groups;  // numbers of operations
   struct WgmmaRegister {
-    u64 touched = 0;   // fences before its last access by an ordinary instruction
-    u64 used = 0;      // fences before its last WGMMA
-    Tick started = 0;  // when that one was started
-    int shape = 0;     // columns of that one
+    u64 touched = 0;   // number of fences before its last access by an ordinary instruction
+    u64 used = 0;      // number of fences before its last WGMMA
+    Tick started = 0;  // tick of its last WGMMA
+    int shape = 0;     // columns of its last WGMMA
   };
   std::vector<WgmmaRegister> wgmma_registers;
   u64 wgmma_fences = 0;
-  Tick wgmma_done = 0;  // WGMMAs that were started up to then have been waited for
-  std::vector<Tick> loaded_from_tmem;  // when the tcgen05.ld was started, of a tracked register
-  Tick tmem_loads_done = 0;            // those started up to then have been waited for
+  Tick wgmma_done = 0;  // WGMMAs up to this tick have been waited for
+  std::vector<Tick> loaded_from_tmem;  // by tracked register: tick of its tcgen05.ld
+  Tick tmem_loads_done = 0;            // tcgen05.lds up to this tick have been waited for
   struct TmemLoad {
     u32 column, columns;
     int line;
     Knowledge knowledge;
   };
-  std::vector<TmemLoad> tmem_loads;  // not waited for
+  std::vector<TmemLoad> tmem_loads;  // not yet waited for
   Queue cpasync;
   Groups<int> cpasync_groups;
   std::vector<u32> tmem_stores;  // TMEM cells written by tcgen05.st since the last tcgen05.wait::st
   u64 cluster_token = 0;
   bool cluster_arrived = false;
   u64 executed = 0;
-  // Of the machine's effects those that others had; all of them when its last turn ended.
+  // Other warps' effects; all effects at the end of its last turn.
   u64 others_effects = 0, effects_at_end = 0;
 
   u32 agent = 0;
-  // Agents of what this warp starts: WGMMA and cp.async; of bulk stores, reading shared memory and
-  // writing to global memory.
+  // Agents of the asynchronous operations: WGMMA, cp.async, the reads and the writes of bulk
+  // stores.
   u32 wgmma_agent = 0, cpasync_agent = 0, bulk_read_agent = 0, bulk_write_agent = 0;
-  u32 init_agent = 0;  // its mbarrier.init: fence.mbarrier_init makes them known, and nothing else
+  u32 init_agent = 0;  // agent of mbarrier.init: fence.mbarrier_init releases nothing else
   Knowledge knowledge;
-  Clock tensor;            // what its tcgen05 operations know: of the last fence::after_thread_sync
-  Knowledge fenced_inits;  // what a later relaxed barrier.cluster.arrive makes known of them
-  Tick together = 0;       // the last time that all its lanes were brought together
+  Clock tensor;            // of its tcgen05 operations, by the last fence::after_thread_sync
+  Knowledge fenced_inits;  // mbarrier.inits that a relaxed barrier.cluster.arrive releases
+  Tick together = 0;       // the last tick at which all its lanes were synchronised
   std::vector<Fence> fences;  // the last one of each lane
-  Publications observed;      // what relaxed loads have seen: acquired by the next fence
+  Publications observed;      // by relaxed loads; the next fence acquires them
   u64* R(int slot) { return &regs[(size_t)slot * 32]; }
 };
 
@@ -204,7 +204,7 @@ struct NamedBar {
   int arrived = 0, expected = 0;
   u64 gen = 0;
   int line = 0;
-  std::map<int, u32> lanes;  // per warp: lanes that arrived in this phase
+  std::map<int, u32> lanes;  // by warp: lanes that have arrived in this phase
   u32 red_and = 1, red_or = 0, red_popc = 0, last_and = 1, last_or = 0, last_popc = 0;
   Knowledge arriving, released;
 };
@@ -214,7 +214,7 @@ struct Cta {
   Launch* launch = nullptr;
   int rank = 0;
   u32 id[3] = {0, 0, 0};
-  std::vector<u8> smem, init;  // init: whether a byte was ever written
+  std::vector<u8> smem, init;  // init: 1 for each byte that was ever written
   Shadow shadow, tmem_shadow;
   Flags flags;
   std::vector<MBar> mbars;
@@ -222,19 +222,19 @@ struct Cta {
   std::vector<u8> tmem_init;
   std::vector<s8> tmem_owner;  // owner per column
   bool tmem_permit = true;
-  std::vector<Str> pair_calls;  // what this CTA's warps have asked for that its pair does together
+  std::vector<Str> pair_calls;  // its warps' instructions that need both CTAs of the pair
   std::vector<Warp> warps;
   NamedBar bars[16];
   Queue tc;  // tcgen05 asynchronous operations, in order
   u32 tc_agent = 0;
-  // The CTA itself: that it has started, and its allocations of tensor memory.
+  // Agent of the CTA's start and of its allocations of tensor memory.
   u32 agent = 0;
   Tick started = 0;
-  // The last access of each agent of another CTA to what this one owns, and of every copy to it.
+  // The last access to this CTA's memory of each other CTA's agent and of each copy.
   std::map<std::pair<u32, u32>, Access> visits;  // by agent and lanes
   int nthreads = 0;
-  u32 awake = 0;  // bit w: warp w may have something to do
-  std::vector<std::pair<int, std::shared_ptr<const Polled>>> polls;  // what its warps sleep for
+  u32 awake = 0;  // bit w: warp w may be able to run
+  std::vector<std::pair<int, std::shared_ptr<const Polled>>> polls;  // by sleeping warp
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
   void wake() {
     for (auto& w : warps) awake |= (u32)(w.live != 0) << w.id;
@@ -248,7 +248,6 @@ struct Cta {
 static void wake(Warp& w) { w.cta->awake |= 1u << w.id; }
 struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
-  u32 id[3] = {0, 0, 0};
   u64 bar_gen = 0;
   int bar_arrived = 0;
   Knowledge arriving, arrived;
@@ -271,7 +270,7 @@ struct Hazard {
   u64 count;
 };
 
-// What a launch did, for the report. Bytes of a multicast are loaded once.
+// Counts of a launch, for the report. The bytes of a multicast count once.
 struct Counts {
   u64 tma_loaded = 0, tma_stored = 0;  // bytes of global memory, by TMA and bulk copies
   u64 loaded = 0, stored = 0;          // by threads: ld, st, atom, cp.async
@@ -279,8 +278,8 @@ struct Counts {
   u64 mma_flops = 0;                   // of WGMMA and tcgen05.mma
 };
 
-// One kernel launch. Launches that are in flight together form a chain: each but the first may
-// start before the one before it has ended.
+// One kernel launch. The launches in flight form a chain: each but the first may start before its
+// predecessor has ended.
 struct Launch {
   int index = 0;
   const Program* p = nullptr;
@@ -291,25 +290,25 @@ struct Launch {
   u8* params = nullptr;
   std::vector<std::unique_ptr<Cluster>> clusters;  // resident
   u32 shape[3];                  // of the grid, in clusters
-  u64 taken = 0, in_all = 0;     // clusters that were started or taken over, and all of them
-  size_t room = 1;                                 // clusters at once
+  u64 taken = 0, in_all = 0;     // clusters that were started or taken over; all clusters
+  size_t room = 1;               // the most resident clusters
   int smid = 0;
   bool started = false, complete = false;
-  bool exits = false;  // a CTA has ended that may still be resident
-  u64 ctas = 0, triggered = 0;  // CTAs in all, and those that have triggered or exited
-  // Launches (as bits) that this one knows to be complete: at its start; at the trigger or exit of
-  // any of its CTAs; when it waits for the launch before it.
+  bool exits = false;           // a CTA has exited whose cluster may still be resident
+  u64 ctas = 0, triggered = 0;  // all CTAs; CTAs that have triggered or exited
+  // Bit i: this launch knows that launch i is complete. At its start; at the trigger or exit of any
+  // of its CTAs; at its end.
   u64 known = 0, known_at_trigger = 0, known_at_end = 0;
   u64 executed = 0;
   Counts counts;
   std::vector<Hazard> hazards;
   bool waits() const { return taken < in_all; }
-  // The coordinates of the next cluster that has not been started.
+  // Take the next cluster that has not been started; return its coordinates.
   std::array<u32, 3> take() {
     u64 i = taken++;
     return {(u32)(i % shape[0]), (u32)(i / shape[0] % shape[1]), (u32)(i / shape[0] / shape[1])};
   }
-  // Counts one that has been found before; so its message need not be written again.
+  // Count a hazard that was reported before. Return false if it is new and needs a message.
   bool again(const char* kind, int line) {
     for (auto& h : hazards)
       if (h.line == line && h.kind == kind) return ++h.count;
@@ -322,18 +321,17 @@ struct Launch {
 
 struct Agent {
   const Launch* launch;
-  const Cta* cta;  // gone when the CTA is: for comparison only
+  const Cta* cta;  // may be gone: it is only compared
   u32 id[3];
   int warp;  // -1: none
   const char* what;
 };
 
-// When a launch that may start before the one before it has ended does so.
+// The start of a launch that may overlap its predecessor.
 enum Dependents { LATE, EARLY, RANDOM };
 struct Options {
   int mode = 0;
   int dependents = LATE;
-  u64 seed = 0;
   int max_resident = 64;
   int strict = 0;
   u64 max_instr = 4000000000ull;
@@ -342,8 +340,8 @@ struct Options {
   int clc_resident = 0;
 };
 
-// What memory holds before anything is written to it. Random bytes are made once; memory gets them
-// from a random place on.
+// The first contents of memory: random bytes. They are drawn once; memory gets them from a random
+// place on.
 class Noise {
   static const size_t BYTES = 1 << 20;
   std::vector<u64> bytes;
@@ -381,7 +379,7 @@ struct Machine {
   u64 effects = 0, clock = 0, executed = 0;
   Tick tick = 0;
   bool force_timeout = false;
-  bool ask_again = false;  // who polls does so once more, though nothing has changed
+  bool ask_again = false;  // warps poll once more, though nothing has changed
   bool new_turn = false;   // a launch may start now
   std::mt19937_64 rng;
 };

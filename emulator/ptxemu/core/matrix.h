@@ -29,14 +29,14 @@ static OperandDesc smem_desc(const Ctx& c, u64 d, bool sm90) {
   if (r.swz < 0) fail(c, fmt("matrix descriptor %#lx: swizzle mode not modelled", d));
   return r;
 }
-// The elements of 16 bytes.
+// Convert the elements of 16 bytes.
 static void load_chunk(Fmt f, const u8* p, float* out) {
-  if (f == F_E4M3)  // by far the most
+  if (f == F_E4M3)  // by far the most frequent
     e4m3_to_float(p, out);
   else
     for (int e = 0; e < 128 / fmt_bits(f); e++) out[e] = fmt_load_at(f, p, e);
 }
-// Reads rows x 32 bytes of an operand as floats: out[row * K + k].
+// Read rows x 32 bytes of an operand as floats: out[row * K + k].
 static void load_operand(const Async& op, const Actor& me, Cta& t, const OperandDesc& d,
                          bool mn_major, int row0, int rows, Fmt f, float* out) {
   int K = 256 / fmt_bits(f), T = 128 / fmt_bits(f), W = d.swz == 4 ? 8 : 1 << d.swz,
@@ -44,7 +44,7 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
   if (d.swz == 4 && !mn_major)
     throw EmuError{fmt("%s: 32-byte-atom swizzle is only for MN-major operands, PTX line %d",
                        op.what, op.ins->line)};
-  static std::vector<u32> at;  // offsets of the chunks, in the order in which they are read
+  static std::vector<u32> at;  // offsets of the chunks, in reading order
   at.clear();
   auto chunk = [&](u32 off) {
     at.push_back(d.swz ? swizzle_addr(d.start + off, d.swz) : d.start + off);
@@ -78,8 +78,8 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
   }
 }
 // acc += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8. Eight
-// columns of a row of acc lie together; the next row is `row` further, the next eight columns are
-// `columns` further.
+// columns of a row of acc are contiguous. The next row begins `row` floats further, the next eight
+// columns `columns` floats further.
 static void matmul(float* acc, int row, int columns, const float* A, const float* B, int M, int N,
                    int K) {
   typedef float Eight __attribute__((vector_size(32), aligned(4)));
@@ -143,8 +143,8 @@ struct MmaArgs {
   int vec = 0;
   u32 sfa = 0, sfb = 0;  // block scaling: elements per scale (0: none), TMEM addresses
 };
-// Where row i of the CTA's part of D lives, and how columns map.  cta_group::1 M=64 uses 16 of
-// every 32 lanes; cta_group::2 M=128 splits N over lanes 0-63 and 64-127.
+// tcgen05.mma. The layout of a CTA's part of D: cta_group::1 with M=64 uses 16 of every 32 lanes;
+// cta_group::2 with M=128 splits N over lanes 0-63 and 64-127.
 static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
   const Actor me = op.actor(issuer.tc_agent, op.issued);
   Launch& l = *op.launch;
@@ -195,7 +195,7 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
     std::vector<s64> iacc(x.i8 ? (size_t)rows * N : 0, 0);
     u32 col0 = x.d & 0xffff;
     int ncols = rows == 64 && x.cg == 2 ? N / 2 : N;
-    // Calls fn(lane, first index of its results in acc): each lane holds `ncols` results, from col0.
+    // Call fn(lane, index of its first result in acc): each lane has `ncols` results, from col0 on.
     auto each_lane = [&](auto fn) {
       for (int r = 0; r < rows; r++)
         for (int n = 0; n < N; n += ncols) {
@@ -210,7 +210,7 @@ static void umma(const Async& op, Cta& issuer, const MmaArgs& x) {
       u32 ac = x.a_addr & 0xffff, al = x.a_addr >> 16;
       tmem_check_cols(t, ac, 8, line, what);
       for (int r = 0; r < rows; r++) {
-        u32 lane = rows == 128 ? al + r : x.cg == 1 ? al + (r / 16) * 32 + r % 16 : al + r;
+        u32 lane = al + (rows == 64 && x.cg == 1 ? (r / 16) * 32 + r % 16 : r);
         for (int k = 0; k < K; k++)
           A[(size_t)r * K + k] = fmt_load_at(x.fa, (const u8*)&tmem_cell(t, lane, ac), k);
         for (int q = 0; q < 8; q++)

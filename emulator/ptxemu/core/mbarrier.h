@@ -16,7 +16,7 @@ static MBar& mbar_in_use(Cta& self, u32 addr, const Ctx* c, int line) {
             addr & OFF_MASK, addr >> RANK_SHIFT, line)};
   return b;
 }
-// That the barrier is one is ordered before what `me` does with it; then its CTA has started, too.
+// Check that mbarrier.init is ordered before this use; then its CTA's start is, too.
 static void mbar_order(Machine& m, Launch& l, const Actor& me, Cta& self, u32 addr, int line) {
   Cta* owner;
   const MBar& b = mbar_at(self, addr, nullptr, line, &owner);
@@ -44,7 +44,7 @@ static void mbar_settle(Machine& m, MBar& b) {
     b.arriving = Knowledge();
   }
 }
-// `known`: what those who arrive make known to those who wait.
+// `known`: the knowledge that the arrival passes on to waiters.
 static u32 mbar_arrive(Machine& m, const Actor& me, Cta& self, u32 addr, s32 n, s64 expect,
                        int line, const Ctx* c, const Knowledge& known) {
   MBar& b = mbar_in_use(self, addr, c, line);
@@ -69,7 +69,7 @@ static void mbar_tx(Machine& m, Cta& self, u32 addr, s64 delta, int line) {
                        addr & OFF_MASK, (long)b.tx, line)};
   mbar_settle(m, b);
 }
-// The accesses of an asynchronous copy that completes on an mbarrier, made now.
+// Return the actor of an asynchronous copy that completes on an mbarrier, for accesses made now.
 static Actor copy_actor(const Async& op, Cta& self, u32 bar) {
   Actor me = op.actor(mbar_in_use(self, bar, nullptr, op.ins->line).agent, ++op.m->tick);
   mbar_order(*op.m, *op.launch, me, self, bar, op.ins->line);

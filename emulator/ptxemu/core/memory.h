@@ -1,4 +1,4 @@
-// Accesses to memory: bounds, contents, and the order in which they are made.
+// Accesses to memory: bounds, contents and order.
 #pragma once
 #include "machine.h"
 
@@ -59,14 +59,14 @@ static inline int space_at(u64 addr, int space) {
 // ---- order
 
 static Known start_of(const Cta& t) { return {t.agent, ~0u, t.started, t.started}; }
-// Of this warp the accesses of `lanes` up to `tick`, of all others up to `together`.
+// The warp's accesses: up to `tick` for `lanes`, up to `together` for its other lanes.
 static Known own_accesses(const Warp& w, u32 lanes, Tick together, Tick tick) {
   lanes |= ~w.live;
   return {w.agent, lanes, lanes == ~0u ? tick : together, tick};
 }
-// What `lanes` make known when they release: their own accesses so far, those of the other lanes up
-// to when the warp was last together, and all that the warp knows. The warp does not keep it: what
-// all lanes have released or fenced, one of them does not release later for the others.
+// Return the knowledge that a release by `lanes` passes on: their own accesses so far, the other
+// lanes' accesses up to the warp's last synchronisation, and the warp's knowledge. The warp's own
+// knowledge does not grow: one lane's later release does not stand for the other lanes.
 static Knowledge release(const Ctx& c, u32 lanes) {
   Knowledge k = c.w.knowledge;
   k.learn(own_accesses(c.w, lanes, c.w.together, c.m.tick));
@@ -77,13 +77,13 @@ static const Fence* fence_of(const Ctx& c, int lane) {
     if (f.lanes >> lane & 1) return &f;
   return nullptr;
 }
-// What a lane makes known by a relaxed access after the fence.
+// Return the knowledge that a lane's relaxed access after the fence passes on.
 static Knowledge released_by(const Ctx& c, const Fence& f, int lane) {
   Knowledge k = f.knowledge;
   k.learn(own_accesses(c.w, 1u << lane, f.together, f.tick));
   return k;
 }
-// What one lane learns counts for its whole warp.
+// One lane's new knowledge counts for its whole warp.
 static void acquire(const Ctx& c, const Knowledge& k) { c.w.knowledge.join(k); }
 
 static bool in_scope(Scope scope, const Cta* a, const Cluster* of_a, const Cta& b) {
@@ -97,7 +97,7 @@ static void publish(Publications& at, const Published& p) {
     }
   at.push_back(p);
 }
-// A load of a word that others publish at has seen what was published.
+// A load reads a word with publications.
 static void observe(const Ctx& c, const Publications& at, bool acquires) {
   for (auto& p : at) {
     if (!in_scope(p.scope, p.cta, p.cluster, c.cta)) continue;
@@ -120,7 +120,7 @@ static void flag_read(const Ctx& c, int space, u64 address) {
   auto i = flags.find(key);
   if (i != flags.end()) observe(c, i->second, sem == ACQUIRE || sem == ACQ_REL);
 }
-// `modifies`: of an atomic operation, which adds to what was published; a store replaces it.
+// `modifies`: an atomic operation adds to the publications at a word; a store replaces them.
 static void flag_write(const Ctx& c, int space, u64 address, int lane, bool modifies) {
   Sem sem = c.ins->sem;
   u64 key;
@@ -128,23 +128,11 @@ static void flag_write(const Ctx& c, int space, u64 address, int lane, bool modi
   bool releases = sem == RELEASE || sem == ACQ_REL;
   const Fence* fence = releases || sem == WEAK ? nullptr : fence_of(c, lane);
   if (!modifies && (releases || fence || !flags.empty())) flags.erase(key);
-  auto say = [&](Scope scope, const Knowledge& k) {
+  auto add = [&](Scope scope, const Knowledge& k) {
     publish(flags[key], {scope, &c.cta, c.cta.cluster, k});
   };
-  if (releases) say(c.ins->scope, release(c, 1u << lane));
-  if (fence) say(fence->scope, released_by(c, *fence, lane));
-}
-// fence.acq_rel, fence.sc, membar
-static void memory_fence(const Ctx& c) {
-  Publications seen;
-  seen.swap(c.w.observed);
-  observe(c, seen, true);
-  Warp& w = c.w;
-  for (auto& f : w.fences) f.lanes &= ~c.mask;
-  w.fences.erase(
-      std::remove_if(w.fences.begin(), w.fences.end(), [](const Fence& f) { return !f.lanes; }),
-      w.fences.end());
-  w.fences.push_back({c.mask, c.ins->scope, w.knowledge, w.together, c.m.tick});
+  if (releases) add(c.ins->scope, release(c, 1u << lane));
+  if (fence) add(fence->scope, released_by(c, *fence, lane));
 }
 
 static Actor thread_actor(const Ctx& c, int lane) {
@@ -157,14 +145,14 @@ static Actor thread_actor(const Ctx& c, int lane) {
   a.knowledge = &c.w.knowledge;
   return a;
 }
-// An operation of the asynchronous proxy: what was known when it was started.
+// An asynchronous operation, with the knowledge at its start.
 struct Async {
   Machine* m;
   Launch* launch;
   const Instr* ins;
   u32 lanes;
   Tick issued;
-  Knowledge knowledge;  // of the warp, beside its own accesses
+  Knowledge knowledge;  // the warp's, without its own accesses
   Known own;
   const char* what;
   Actor actor(u32 agent, Tick tick) const {
@@ -190,7 +178,7 @@ static Str describe(const Machine& m, const Agent& a) {
   if (a.warp >= 0) s += fmt(" warp %d", a.warp);
   return *a.what ? s + ", " + a.what : s;
 }
-// Two accesses to the same bytes, one of them a write, that nothing orders.
+// Report two unordered accesses to the same bytes, one of them a write.
 template <class Place>
 static void report_race(Machine& m, Launch& l, const Actor& me, const Access& other, bool write,
                         Place place_of, int line, const char* kind) {
@@ -218,8 +206,8 @@ static void report_race(Machine& m, Launch& l, const Actor& me, const Access& ot
           describe(m, mine).c_str(), write ? "writes" : "reads", place.c_str(),
           describe(m, theirs).c_str(), other.write ? "wrote" : "read", at.c_str(), hint.c_str()));
 }
-// Whether `other` is ordered before what `me` does, given that launches may be known as a whole.
-// `inline`, because every access asks: not inlined it made the emulator 13 to 20 % slower.
+// True if `other` is ordered before the access of `me`, by itself or with its whole launch. Every
+// access calls this: without `inline` the emulator was 13 to 20 % slower.
 static inline bool ordered(const Machine& m, const Actor& me, const Access& other) {
   u32 launch = m.agents[other.agent].launch->index;
   return (me.knowledge->memory.launches >> launch & 1) || me.knows(other);
@@ -228,8 +216,8 @@ static bool fenced(const Machine& m, const Actor& me, const Access& other, const
   u32 launch = m.agents[other.agent].launch->index;
   return (proxy.launches >> launch & 1) || me.knows(other, proxy);
 }
-// Whether what memory remembers is ordered before an access, and what is reported if it is not.
-// Where `read` has the bytes that a load brings, a race is not reported but spoils them.
+// The check that remembered accesses are ordered before a new one. With `read`, the bytes of a
+// load, a race is not reported: it overwrites these bytes.
 template <class Place>
 struct Order {
   Machine& m;
@@ -241,8 +229,8 @@ struct Order {
   int line;
   Place place;
   u8* read = nullptr;
-  Access seen{};  // chunk after chunk it is mostly one and the same
-  bool failed = false;  // something is to be reported of one of many lanes
+  Access seen{};        // the last one that passed: most chunks have the same access
+  bool failed = false;  // there is something to report
 
   bool passes(const Access& a) {
     if (a.agent == seen.agent && a.tick == seen.tick && a.lanes == seen.lanes) return true;
@@ -273,8 +261,8 @@ struct Order {
                   shared ? "shared-race" : "global-race");
   }
 };
-// Records an access and reports what is not ordered before it; of what many lanes do as one, lane by
-// lane.
+// Record an access and report accesses that are not ordered before it. A read of several lanes is
+// reported lane by lane.
 template <class Place>
 static void order(Machine& m, Launch& l, const Actor& me, Shadow& shadow, u64 address, u32 n,
                   bool write, bool shared, int line, Place place, u8* read = nullptr) {
@@ -304,10 +292,10 @@ static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off
                          int line) {
   order(m, l, me, t.shadow, off, n, write, true, line, place_in(t));
 }
-// Of `n` columns of a quarter of tensor memory, the 32 lanes that a warp reaches. The tcgen05
-// operations of a CTA come in the order in which they were issued. That ld and st are a warp's and
-// not a lane's is said by `lanes` = 0. Alloc and dealloc are `strong`: they are synchronous, so that
-// a barrier orders them without tcgen05.fence::after_thread_sync.
+// The check of accesses to a quarter of tensor memory, the 32 lanes of a warp. A CTA's tcgen05
+// operations are ordered as issued. ld and st are a warp's and not a lane's: they have `lanes` = 0.
+// alloc and dealloc are `strong`: they are synchronous, so a barrier orders them without
+// tcgen05.fence::after_thread_sync.
 struct TmemOrder {
   Machine& m;
   Launch& l;
@@ -341,15 +329,15 @@ static void order_tmem(Machine& m, Launch& l, const Actor& me, Cta& t, u32 quart
   TmemOrder check{m, l, me, write, line};
   t.tmem_shadow.access(me, 4 * (quarter * 512 + column), 4 * n, write, check);
 }
-// What another CTA does to this one's memory: this one must have started before, and not exit until
-// then.
+// Check an access to the memory of CTA `t` by another CTA or a copy: it comes after the start of
+// `t` and before its exit.
 static void visit(Machine& m, Launch& l, const Actor& me, Cta& t, int line) {
   if (!m.opt.check_races || t.cluster->ctas.size() == 1) return;
   const Agent& a = m.agents[me.agent];
   if (a.cta == &t && !me.async) return;
   if (!me.knowledge->memory.find(t.agent))
     l.hazard("cta-not-started", line,
-             fmt("%s reaches CTA rank %d, of which nothing says that it has started",
+             fmt("%s reaches CTA rank %d, and nothing orders that after the start of the CTA",
                  describe(m, a).c_str(), t.rank));
   if (t.done())
     l.hazard("exited-cta", line,
@@ -358,7 +346,7 @@ static void visit(Machine& m, Launch& l, const Actor& me, Cta& t, int line) {
   last.tick = me.tick;
   last.pc = me.pc;
 }
-// At the exit of a CTA's last warp.
+// Check, at the exit of a CTA's last warp, that all visits are ordered before it.
 static void check_visits(const Ctx& c) {
   Clock known;
   for (auto& w : c.cta.warps) known.join(w.knowledge.memory);
@@ -366,7 +354,7 @@ static void check_visits(const Ctx& c) {
     const Known* k = known.find(v.first.first);
     if (!k || !k->covers(v.second.tick, v.first.second))
       c.hazard("exited-cta",
-               fmt("CTA rank %d exits, and nothing orders that after what %s does to it at PTX line "
+               fmt("CTA rank %d exits, and nothing orders that after the access of %s at PTX line "
                    "%d",
                    c.cta.rank, describe(c.m, c.m.agents[v.first.first]).c_str(),
                    c.launch().p->code[v.second.pc].line));
@@ -377,7 +365,7 @@ static void check_visits(const Ctx& c) {
 
 static bool all_written(const Cta& t, u32 off, u32 n) {
   if (n != 16) return !memchr(&t.init[off], 0, n);
-  u64 init[2];  // of a chunk, as the tensor cores read
+  u64 init[2];  // of a whole chunk, which is how the tensor cores read
   memcpy(init, &t.init[off], 16);
   return (init[0] & init[1]) == 0x0101010101010101ull;
 }
@@ -390,9 +378,9 @@ static void smem_check_init(Ctx& c, Cta& t, u32 off, u32 n) {
       return;
     }
 }
-// state space codes: 0 generic, 1 global, 2 shared, 3 local, 4 param/const (host address)
+// State spaces: 0 generic, 1 global, 2 shared, 3 local, 4 param and const (a host address).
 //
-// `me`: the lane that reads, and the others that read the same at once. n is a power of two.
+// `me`: the lane that reads, with the lanes that read the same bytes. n is a power of two.
 static inline void mem_read(Ctx& c, Actor& me, int space, u64 addr, u32 n, u8* dst) {
   if (addr & (n - 1)) fail(c, fmt("misaligned %u-byte read at %#lx", n, addr));
   u32 lane = __builtin_ctz(me.lanes), readers = 1 + __builtin_popcount(me.others);
@@ -480,8 +468,8 @@ static void async_write(const Async& op, const Actor& me, Cta& t, u32 off, const
   memcpy(&t.smem[off], src, n);
   memset(&t.init[off], 1, n);
 }
-// An access to whole chunks of shared memory, at offsets that are multiples of 16, if it gives
-// nothing to report; else nothing is reported, and it is to be made again chunk by chunk.
+// Access whole chunks of shared memory, at offsets that are multiples of 16. Return false, without
+// a report, if there is something to report: the caller repeats the access chunk by chunk.
 static bool clean_chunks(const Async& op, const Actor& me, Cta& t, const std::vector<u32>& at,
                          bool write) {
   for (u32 off : at)
@@ -514,13 +502,4 @@ static u8* async_write_global(const Async& op, const Actor& me, u64 address, u32
   order_global(*op.m, *op.launch, me, address, n, true, op.ins->line);
   op.m->effects++;
   return (u8*)address;
-}
-
-// ---- proxies
-
-// fence.proxy.async: what is ordered before it is seen by the asynchronous proxy after it.
-static void proxy_fence(const Ctx& c, bool shared, bool global) {
-  const Knowledge k = release(c, c.mask);
-  if (shared) c.w.knowledge.shared_proxy.join(k.memory);
-  if (global) c.w.knowledge.global_proxy.join(k.memory);
 }

@@ -21,8 +21,8 @@ static inline u16 float_to_bf16(float f) {
   if ((u & 0x7fffffff) > 0x7f800000) return 0x7fff;
   return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
-// Generic small float: e exponent bits, m mantissa bits.  kind 0: IEEE-like with inf, 1: e4m3fn, 2:
-// no inf/nan
+// A small float with e exponent bits and m mantissa bits. kind 0: IEEE-like with inf; 1: e4m3fn;
+// 2: without inf and NaN.
 static float small_to_float(u32 v, int e, int m, int kind) {
   u32 sign = v >> (e + m) & 1, ex = v >> m & ((1u << e) - 1), man = v & ((1u << m) - 1);
   int bias = (1 << (e - 1)) - 1;
@@ -79,8 +79,8 @@ struct InitTables {
   }
 } g_init_tables;
 
-// Sixteen of them, without the table so that they are converted at once: the bits of a number are
-// those of a float32 that is 2^-120 of it.
+// Convert sixteen e4m3 numbers as vectors, without the table. The shifted bits of a number are a
+// float32 of 2^-120 times its value.
 static inline void e4m3_to_float(const u8* p, float* out) {
   typedef u8 Bytes __attribute__((vector_size(8)));
   typedef u32 Words __attribute__((vector_size(32)));

@@ -24,7 +24,7 @@ static Status tri(Ctx& c, const Instr& I, F f) {
   });
   return NEXT;
 }
-// two 32-bit (or 16-bit) values packed in one register
+// Two 32-bit (or 16-bit) values in one register.
 template <class T, int W, class F>
 static Status packed(Ctx& c, const Instr& I, int n, F f) {
   u64* r[4];
@@ -171,12 +171,12 @@ static Status h_mad(ARGS) {
   })
   unmodelled(c);
 }
-// Rounded in one direction, as the exponential function of CUDA's library does.
+// Directed rounding, as in the exponential function of CUDA's library.
 static Status h_fma_directed(ARGS) {
   int before = std::fegetround();
   std::fesetround(I.i1);
   Status status = tri<float>(c, I, [](float a, float b, float x) {
-    volatile float va = a, vb = b, vx = x;  // no operation moves past the change of the mode
+    volatile float va = a, vb = b, vx = x;  // no operation may pass a change of the mode
     volatile float r = std::fma(va, vb, vx);
     return r;
   });
@@ -232,7 +232,7 @@ static T fmax2(T a, T b, bool nan) {
   if (std::isnan(a) || std::isnan(b)) return nan ? (T)NAN : std::isnan(a) ? b : a;
   return a > b || (a == b && !std::signbit(a)) ? a : b;
 }
-// I.i1: 1 a NaN is passed on, 2 what is negative becomes 0
+// I.i1: bit 0 passes on a NaN, bit 1 replaces a negative result by 0
 static Status h_min(ARGS) {
   bool n = I.i1 & 1, relu = I.i1 & 2;
   BY_INT(I.i0, return bi<T>(c, I, [relu](T a, T b) {
@@ -431,8 +431,6 @@ static bool cmp(T a, T b, int op) {
   }
   return false;
 }
-// i0 type, i1 comparison, i2 boolean op (0 none 1 and 2 or 3 xor), i3: number of destinations, i4:
-// set (not setp) result type+1
 template <class T>
 static u32 compare(Ctx& c, const u64* a, const u64* b, int op) {
   u32 r = 0;
@@ -444,6 +442,8 @@ static u32 compare_floats(Ctx& c, const u64* a, const u64* b, int op) {
   // Not equal, and neither is a NaN.
   return compare<float>(c, a, b, 12) & ~compare<float>(c, a, b, 0);
 }
+// i0 type, i1 comparison, i2 boolean op (0 none 1 and 2 or 3 xor), i3 number of destinations, i4 of
+// set (not setp): result type + 1
 static Status h_setp(ARGS) {
   int nd = I.i3;
   const u64 *a = RS(nd), *b = RS(nd + 1);
@@ -728,8 +728,8 @@ static Status h_cvt(ARGS) {
         }
       }
       int by = ty_bytes(dt);
-      // registers wider than the destination type get a sign- or zero-extended value; we keep the
-      // low bits of the declared register, which the next instruction re-reads with its own type
+      // A register wider than the destination type gets a sign- or zero-extended value. Keep the
+      // low bits: the next instruction reads them with its own type.
       u64 keep = by == 8 ? ~0ull : (1ull << (8 * by)) - 1;
       r = (u64)x & keep;
       if (dt == T_S8 || dt == T_S16) r = (u64)x & (by == 1 ? 0xffffull : 0xffffffffull);

@@ -25,8 +25,8 @@ static void cta_bar_release(Machine& m, Cta& t, NamedBar& b) {
   b.released.join(b.arriving);
   b.arriving = Knowledge();
 }
-static void cta_bar_check(Machine& m,
-                          Cta& t) {  // after a warp exits: barriers over the whole CTA may complete
+// After a warp's exit: barriers over the whole CTA may complete.
+static void cta_bar_check(Machine& m, Cta& t) {
   for (auto& b : t.bars)
     if (b.arrived && b.expected == -1 && b.arrived >= cta_expected(t)) cta_bar_release(m, t, b);
 }
@@ -57,7 +57,7 @@ static Status h_bar(ARGS) {
                   b.lanes[c.w.id] & c.mask, id));
     b.expected = want;
     b.line = I.line;
-    // a warp whose live lanes have all arrived counts as 32 threads
+    // A warp counts as 32 threads if all its live lanes have arrived.
     u32 before = b.lanes[c.w.id], now = before | c.mask;
     b.lanes[c.w.id] = now;
     b.arrived +=
@@ -96,6 +96,12 @@ static Status h_bar(ARGS) {
   };
   return BLOCK;
 }
+static int live_threads(const Cluster& k) {
+  int n = 0;
+  for (auto& t : k.ctas)
+    for (auto& w : t->warps) n += __builtin_popcount(w.live);
+  return n;
+}
 static void cluster_bar_release(Cluster& k) {
   k.bar_gen++;
   k.bar_arrived = 0;
@@ -119,10 +125,7 @@ static Status h_cluster_arrive(ARGS) {  // i0: release
     k.arriving.join(c.w.fenced_inits);
   }
   c.m.effects++;
-  int need = 0;
-  for (auto& t : k.ctas)
-    for (auto& w : t->warps) need += __builtin_popcount(w.live);
-  if (k.bar_arrived >= need) cluster_bar_release(k);
+  if (k.bar_arrived >= live_threads(k)) cluster_bar_release(k);
   return NEXT;
 }
 static Status h_cluster_wait(ARGS) {
@@ -132,9 +135,7 @@ static Status h_cluster_wait(ARGS) {
     acquire(c, k.arrived);
     return NEXT;
   }
-  int need = 0;
-  for (auto& t : k.ctas)
-    for (auto& w : t->warps) need += __builtin_popcount(w.live);
+  int need = live_threads(k);
   if (k.bar_arrived >= need) {
     cluster_bar_release(k);
     c.m.effects++;
@@ -173,8 +174,8 @@ static Status h_mbar_init(ARGS) {
   });
   return NEXT;
 }
-// fence.mbarrier_init: of what this warp has done only that is ordered before a relaxed arrival at
-// the cluster's barrier.
+// fence.mbarrier_init: order this warp's mbarrier.inits, and nothing else, before a relaxed arrival
+// at the cluster's barrier.
 static Status h_mbar_init_fence(ARGS) {
   if (c.w.init_agent) c.w.fenced_inits.learn(*c.w.knowledge.memory.find(c.w.init_agent));
   return NEXT;
@@ -217,14 +218,14 @@ static Status h_mbar_tx(ARGS) {  // i0: 0 expect_tx, 1 complete_tx
   });
   return NEXT;
 }
-// wait: i0 1 = parity form, i2 1 = try: the first that comes too early returns false, as on hardware,
-// where who then does not wait goes on; the next one for the same phase blocks. So does a test if its
-// warp has done nothing in between that others could see.
+// wait: i0 1 = parity form, i2 1 = try_wait. The first try_wait of an incomplete phase returns
+// false, as hardware may: this finds code without a loop. The next one for the same phase blocks.
+// So does the next test_wait, if its warp had no effect in between.
 static Status h_mbar_wait(ARGS) {
   u32 done = 0;
   MBar *acquired = nullptr, *waited = nullptr;
-  u32 at = 0, asked = 0;  // of a lane that waits
-  bool same = true;       // all that wait do so for one
+  u32 at = 0, asked = 0;  // mbarrier and phase of a waiting lane
+  bool same = true;       // all waiting lanes wait for one mbarrier
   for (u32 m = c.mask; m; m &= m - 1) {
     int l = __builtin_ctz(m);
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
@@ -233,7 +234,7 @@ static Status h_mbar_wait(ARGS) {
     bool ok = I.i0 ? (b.phase & 1) != (st & 1) : b.phase != st;
     if (ok) {
       done |= 1u << l;
-      // Before what the barrier itself makes known.
+      // The check must come before `acquire`, which adds the mbarrier's knowledge.
       if (&b != acquired) mbar_order(c.m, c.launch(), thread_actor(c, l), c.cta, a, I.line);
       if (&b != acquired && I.sem == ACQUIRE) acquire(c, b.arrived);
       if (&b != acquired && I.sem == RELAXED) {
@@ -264,7 +265,7 @@ static Status h_mbar_wait(ARGS) {
     }
     return BLOCK;
   }
-  c.g.tried = waited ? at : ~0u;  // one that succeeds ends it: the same parity comes again
+  c.g.tried = waited ? at : ~0u;  // a success ends the series: the same parity comes again
   c.g.tried_for = asked;
   c.g.tried_at = c.own_effects();
   lanes(c.mask, [&](int l) { RS(0)[l] = done >> l & 1; });

@@ -1,4 +1,4 @@
-// Handlers: cluster launch control, by which a CTA takes over another one's work.
+// Handlers: cluster launch control. A cluster takes over the work of one that has not started.
 #pragma once
 #include "handler.h"
 #include "mbarrier.h"

@@ -65,7 +65,7 @@ static Status h_exit(ARGS) {
 
 // ---- programmatic dependent launch
 
-// PTX ISA, griddepcontrol.launch_dependents: the first one of a CTA counts, or its exit.
+// PTX ISA, griddepcontrol.launch_dependents: a CTA's first one counts, or its exit.
 static void trigger(Machine& m, Cta& t, u64 known) {
   if (t.triggered) return;
   Launch& l = *t.launch;
@@ -77,13 +77,13 @@ static void trigger(Machine& m, Cta& t, u64 known) {
 }
 static Status h_trigger(ARGS) {
   trigger(c.m, c.cta, c.w.knowledge.memory.launches);
-  // Others trigger first, so that the next launch comes as early as it may.
+  // Other warps trigger first, so that the next launch starts as early as allowed.
   bool last = c.launch().index + 1 == (int)c.m.launches.size();
   return last ? NEXT : YIELD;
 }
-// griddepcontrol.wait: until the launch before has completed, whose writes are then visible. What
-// that one knew by waiting itself is complete, too; where none of its threads waited, what came
-// before it may still be running.
+// griddepcontrol.wait: wait until the preceding launch has completed; its writes are then visible.
+// The launches that it waited for are complete, too. If none of its threads waited, earlier
+// launches may still run.
 static Status h_wait_for_launch(ARGS) {
   int i = c.launch().index;
   if (!i) return NEXT;

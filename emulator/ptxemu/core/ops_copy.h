@@ -8,7 +8,7 @@
 #include "tensor_map.h"
 #include "types.h"
 
-// Of cp.async.bulk with bulk groups; the operation's last use of shared memory is its read.
+// Start an operation of cp.async.bulk with bulk groups.
 static void bulk_op(Ctx& c, int l, AsyncOp op) {
   if (c.m.opt.mode == 0) {
     op.run();
@@ -24,7 +24,7 @@ static Async bulk_store(Ctx& c, int l, const char* what) {
   }
   return async_operation(c, 1u << l, what);
 }
-// Lets a lane's oldest groups read shared memory and write, all but `keep`.
+// Run a lane's oldest groups, all but `keep`; return the tick of the last one's commit.
 static Tick drain_bulk(Machine& m, BulkGroups& b, size_t keep) {
   Tick last = 0;
   while (b.committed.size() > keep) {
@@ -54,12 +54,12 @@ static Status h_bulk_wait(ARGS) {  // i0: only until shared memory has been read
   });
   return NEXT;
 }
-// the barrier a multicast copy signals in destination CTA `rank`
+// Return the mbarrier that a multicast copy signals in the destination CTA `rank`.
 static u32 mcast_bar(u32 bar, u32 rank, int cg) {
   return (bar & OFF_MASK) | (cg == 2 ? ((rank & ~1u) | (bar >> RANK_SHIFT & 1)) : rank)
                                 << RANK_SHIFT;
 }
-// Bytes of global memory that were copied.
+// Load a box; return the bytes that were read from global memory.
 static u64 load_box(const Async& op, const Actor& me, Cta& t, const BoxStart& box, u32 base) {
   auto& at = box_chunks(box, base);
   if (!clean_chunks(op, me, t, at, true)) {
@@ -85,7 +85,7 @@ static u64 load_box(const Async& op, const Actor& me, Cta& t, const BoxStart& bo
   for (u32 to : at) memset(&t.init[to], 1, 16);
   return loaded;
 }
-// tensor load.  i0 cta_group (0 none), i1 multicast, i2 gather4
+// Tensor load. i0 cta_group (0 none), i1 multicast, i2 gather4
 static Status h_tma_load(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
     int l = __builtin_ctz(mm);
@@ -100,10 +100,10 @@ static Status h_tma_load(ARGS) {
     Cta* self = &c.cta;
     int cg = I.i0;
     bool mc = I.i1;
-    // PTX ISA, cp.async.bulk.tensor: the mbarrier is the destination CTA's; with cta_group::2 it may
-    // be that of the other CTA of its pair.
-    u32 apart = dst >> RANK_SHIFT ^ bar >> RANK_SHIFT;
-    if (!mc && apart > (cg == 2))
+    // PTX ISA, cp.async.bulk.tensor: the mbarrier is the destination CTA's; with cta_group::2 it
+    // may also be the one of the pair's other CTA.
+    u32 difference = dst >> RANK_SHIFT ^ bar >> RANK_SHIFT;
+    if (!mc && difference > (cg == 2))
       fail(c, fmt("TMA load into CTA rank %u with an mbarrier of CTA rank %u", dst >> RANK_SHIFT,
                   bar >> RANK_SHIFT));
     Async op = async_operation(c, 1u << l, "TMA load");
@@ -146,7 +146,7 @@ static void reduce_bytes(int dtype, int op, u8* g, const u8* s, int n) {
     memcpy(g + i, &r, by);
   }
 }
-// tensor store or reduce.  i0: reduction op + 1, or 0; i2 scatter4
+// Tensor store or reduction. i0: reduction op + 1, or 0; i2 scatter4
 static Status h_tma_store(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
     int l = __builtin_ctz(mm);
@@ -182,7 +182,7 @@ static Status h_tma_store(ARGS) {
   }
   return NEXT;
 }
-// linear bulk copies.  i0: 0 global->shared, 1 shared->global, 2 shared->shared::cluster; i1
+// Linear bulk copies. i0: 0 global->shared, 1 shared->global, 2 shared->shared::cluster; i1
 // multicast; i2 reduction op+1; i3 reduction type
 static Status h_bulk_copy(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
@@ -267,7 +267,7 @@ static u32 cpasync_agent(const Ctx& c) {
   if (!c.w.cpasync_agent) c.w.cpasync_agent = new_agent(c.m, c.cta, c.w.id, "cp.async");
   return c.w.cpasync_agent;
 }
-// cp.async (Ampere).  operands [dst],[src],size{,src-size or ignore}
+// cp.async (Ampere): operands [dst],[src],size{,src-size or ignore}
 static Status h_cp_async(ARGS) {
   struct One {
     u32 dst;
@@ -323,7 +323,7 @@ static Status h_cpasync_wait(ARGS) {  // i0: for all, committed or not
     groups.committed.pop_front();
     while (n-- > 0 && !c.w.cpasync.q.empty()) run_front(c.m, c.w.cpasync);
   }
-  // Copies that arrive on an mbarrier stand between the others in the queue and in no group.
+  // cp.async.mbarrier.arrive is in the queue between the copies, but in no group.
   if (keep == 0)
     while (!c.w.cpasync.q.empty()) run_front(c.m, c.w.cpasync);
   if (done) c.w.knowledge.learn({c.w.cpasync_agent, c.mask, 0, done});
@@ -375,7 +375,7 @@ static Status h_st_async(ARGS) {  // [addr], value, [mbar]
   });
   return NEXT;
 }
-// ldmatrix / stmatrix m8n8 b16.  i0 number of matrices, i1 transposed
+// ldmatrix and stmatrix, m8n8 b16. i0 number of matrices, i1 transposed
 static Status h_ldmatrix(ARGS) {
   CONVERGED_ALL("ldmatrix")
   u16 mat[4][8][8];
@@ -465,7 +465,7 @@ static Status h_tmap_cp(ARGS) {  // tensormap.cp_fenceproxy [global], [shared], 
   CONVERGED_ALL("tensormap.cp_fenceproxy")
   int l = __builtin_ctz(c.mask);
   u8 buf[16];
-  // the second half of a descriptor is unused, and kernels do not always initialise it
+  // The second half of a descriptor is unused, and kernels do not always initialise it.
   u32 src = (u32)addr_of(c, I.o[1], l, 2);
   Cta& t = shared_target(c.cta, src, 128, &c);
   smem_check_init(c, t, src & OFF_MASK, 64);

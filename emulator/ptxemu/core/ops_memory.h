@@ -1,4 +1,4 @@
-// Handlers: ld, st, atom, address spaces, branches, exit.
+// Handlers: ld, st, atom, address spaces, fences.
 #pragma once
 #include "handler.h"
 #include "memory.h"
@@ -6,9 +6,9 @@
 
 // ---- polling
 //
-// A warp that asks the same words again, and has done nothing else that others could see, waits for
-// one of them to change. It is blocked until then: to ask before brings nothing, and takes the time
-// of those that it waits for.
+// A warp polls if it reads the same words again without an effect in between. It is blocked until
+// one of the words changes: earlier reads are useless, and take time from the warps that it waits
+// for.
 
 static void remember(Polled& p, Ctx& c, int space, u64 address, u32 n) {
   space = space_at(address, space);
@@ -19,7 +19,7 @@ static void remember(Polled& p, Ctx& c, int space, u64 address, u32 n) {
   memcpy(word.value, word.at, n);
   p.words.push_back(word);
 }
-// Ends an instruction that read these words and changed none: others go on meanwhile.
+// End an instruction that read these words and changed none; other warps run next.
 static Status yield_to_others(Ctx& c, Polled& p) {
   if (!p.words.empty()) {
     p.pc = c.g.pc;
@@ -34,7 +34,7 @@ static bool asks_in_vain(const Ctx& c, const Opnd& address, int space) {
       last->changed())
     return false;
   size_t i = 0;
-  for (u32 m = c.mask; m; m &= m - 1) {  // in the order in which they were remembered
+  for (u32 m = c.mask; m; m &= m - 1) {  // in the order of `remember`
     u64 a = addr_of(c, address, __builtin_ctz(m), space);
     if (a == last->words[i].address) continue;
     if (++i == last->words.size() || a != last->words[i].address) return false;
@@ -54,8 +54,8 @@ static Status block_until_changed(Ctx& c) {
   return BLOCK;
 }
 
-// Of the lanes in `mask` those, from the first on, that read the same place and need no check of
-// their own: neighbours, which is how a warp reads what all its lanes or all columns of a row share.
+// Return the first lane of `mask` and the lanes directly after it that read the same address and
+// need no check of their own. A warp reads a value common to all lanes, or to a row, in this way.
 static u32 same_read(Ctx& c, const Instr& I, u64 address, u32 mask) {
   u32 same = mask & -mask;
   int space = space_at(address, I.i1);
@@ -91,8 +91,11 @@ static Status h_ld(ARGS) {
       if (slot < 0) continue;
       u64 v = 0, high = 0;
       memcpy(&v, buf + i * by, std::min(by, 8));
-      // To 32 bits, or from 32 to those of a wider register; a narrower one is read in its width.
-      if (sg) v = by == 1 ? (u64)(u32)(s32)(s8)v : by == 2 ? (u64)(u32)(s32)(s16)v : (u64)(s64)(s32)v;
+      // Extend to 32 bits, or 32 bits to 64. A narrower register is read in its own width.
+      if (sg)
+        v = by == 1   ? (u64)(u32)(s32)(s8)v
+            : by == 2 ? (u64)(u32)(s32)(s16)v
+                      : (u64)(s64)(s32)v;
       lanes(same, [&](int l) { c.w.R(slot)[l] = v; });
       if (by < 16) continue;
       memcpy(&high, buf + i * 16 + 8, 8);
@@ -123,7 +126,7 @@ static Status h_st(ARGS) {
   }
   return NEXT;
 }
-// What an atomic makes of element `e` of a lane's word or vector; `ai`: which operand is the address.
+// Return an atomic's result for element `e` of a lane's vector; `ai`: index of the address operand.
 static u64 atom_result(const Ctx& c, const Instr& I, int ai, int l, int e, u64 old) {
   const Opnd& s = I.o[ai + 1];
   u64 b = c.w.R(s.kind == 'V' ? s.v[e].slot : s.slot)[l],
@@ -131,7 +134,7 @@ static u64 atom_result(const Ctx& c, const Instr& I, int ai, int l, int e, u64 o
   u64 keep = ty_bytes(I.i0) < 8 ? (1ull << 8 * ty_bytes(I.i0)) - 1 : ~0ull;
   return atom_apply(I.i2, I.i0, old, b & keep, x & keep);
 }
-// Whether an atomic would again change nothing: a lock that is taken, a count that is read.
+// True if an atomic would again change nothing, like a cas on a taken lock or an add of 0.
 static bool atom_in_vain(const Ctx& c, const Instr& I, int ai) {
   if (!asks_in_vain(c, I.o[ai], I.i1)) return false;
   int by = ty_bytes(I.i0);
@@ -174,7 +177,7 @@ static Status h_atom(ARGS) {
     remember(polled, c, I.i1, first, by * n);
   }
   if (changed) return NEXT;
-  c.m.effects = effects;  // who asks in vain has none
+  c.m.effects = effects;  // a poll in vain has no effect
   return yield_to_others(c, polled);
 }
 // cvta: i0 window (0 none, 2 shared, 3 local), i1 1 = to the space
@@ -199,8 +202,8 @@ static Status h_mapa(ARGS) {  // i0: 1 when shared::cluster (32-bit), 0 generic
   lanes(c.mask, [&](int l) {
     u64 x = a[l] + off;
     u32 rank = (u32)r[l];
-    // a rank outside the cluster only matters if the address is used; kernels compute it in lanes
-    // that never do
+    // A rank outside the cluster is an error only at an access: kernels compute such addresses in
+    // lanes that never use them.
     u64 s = ((u32)x & OFF_MASK) | rank << RANK_SHIFT;
     d[l] = I.i0 ? s : SHARED_WINDOW | s;
   });
@@ -217,11 +220,23 @@ static Status h_zero(ARGS) {
   lanes(c.mask, [&](int l) { d[l] = 0; });
   return NEXT;
 }
-static Status h_proxy_fence(ARGS) {  // i0: of shared memory, i1: of global memory
-  proxy_fence(c, I.i0, I.i1);
+// fence.proxy.async: accesses ordered before it are visible to the asynchronous proxy after it. i0:
+// in shared memory, i1: in global memory
+static Status h_proxy_fence(ARGS) {
+  const Knowledge k = release(c, c.mask);
+  if (I.i0) c.w.knowledge.shared_proxy.join(k.memory);
+  if (I.i1) c.w.knowledge.global_proxy.join(k.memory);
   return NEXT;
 }
-static Status h_fence(ARGS) {
-  memory_fence(c);
+static Status h_fence(ARGS) {  // fence.acq_rel, fence.sc, membar
+  Warp& w = c.w;
+  Publications seen;
+  seen.swap(w.observed);
+  observe(c, seen, true);
+  for (auto& f : w.fences) f.lanes &= ~c.mask;
+  w.fences.erase(
+      std::remove_if(w.fences.begin(), w.fences.end(), [](const Fence& f) { return !f.lanes; }),
+      w.fences.end());
+  w.fences.push_back({c.mask, I.scope, w.knowledge, w.together, c.m.tick});
   return NEXT;
 }

@@ -7,16 +7,16 @@
 #include "queues.h"
 #include "tensor_map.h"
 
-// PTX ISA, tcgen05 issue granularity: alloc, dealloc and relinquish_alloc_permit with cta_group::2
-// are done by a warp in each CTA of the pair, of which the first may wait for the second.
+// PTX ISA, tcgen05 issue granularity: with cta_group::2, a warp of each CTA of the pair executes
+// alloc, dealloc and relinquish_alloc_permit; the first may wait for the second. True if both have.
 static bool pair_is_here(Ctx& c, const Str& call) {
   if (c.ins->i0 != 2) return true;
   if (c.cta.cluster->ctas.size() < 2) fail(c, call + ": cta_group::2 needs a cluster of two CTAs");
   const Cta& other = *c.cta.cluster->ctas[c.cta.rank ^ 1];
   if (!c.g.arrived) {
     if (!c.w.knowledge.memory.find(other.agent))
-      c.hazard("cta-not-started", call + " with cta_group::2: nothing says that the other CTA of the "
-                                         "pair has started (" + where(c) + ")");
+      c.hazard("cta-not-started", call + " with cta_group::2: nothing orders it after the start of "
+                                         "the other CTA of the pair (" + where(c) + ")");
     c.cta.pair_calls.push_back(call);
     c.g.arrived = true;
     c.g.token = c.cta.pair_calls.size();
@@ -61,7 +61,7 @@ static Status h_tc_alloc(ARGS) {
     Actor me = warp_actor(c);
     me.agent = t.agent;
     me.strong = true;
-    struct {  // what was there before is nobody's concern
+    struct {  // earlier accesses do not matter
       bool passes(const Access&) { return true; }
       void report(const Access&, u64) {}
     } unchecked;
@@ -69,13 +69,13 @@ static Status h_tc_alloc(ARGS) {
       t.tmem_shadow.access(me, 4 * (quarter * 512 + s), 4 * n, true, unchecked);
     for (Clock* k : {&c.w.knowledge.memory, &c.w.knowledge.tensor, &c.w.tensor}) {
       k->learn({t.agent, ~0u, c.m.tick, c.m.tick});
-      // A pair allocates collectively: the other CTA has done so, too.
+      // A pair allocates collectively: the other CTA has allocated, too.
       if (I.i0 == 2) k->learn({t.cluster->ctas[t.rank ^ 1]->agent, ~0u, ~0ull, ~0ull});
     }
     u32 v = s;
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
     mem_write(c, 2, a, 4, (u8*)&v, l);
-    c.w.together = c.m.tick;  // PTX ISA: every lane reads the address after it
+    c.w.together = c.m.tick;  // PTX ISA: every lane may read the address after it
     c.m.effects++;
     c.g.arrived = false;
     return NEXT;
@@ -83,7 +83,7 @@ static Status h_tc_alloc(ARGS) {
   c.g.why = [n] { return fmt("tcgen05.alloc: no %u free TMEM columns", n); };
   return BLOCK;
 }
-// MMAs or copies outstanding; a commit whose arrival nobody waits for does no harm
+// True if MMAs or copies are outstanding. A commit without a waiter does no harm.
 static bool tc_busy(const Cta& t) {
   for (auto& op : t.tc.q)
     if (strcmp(op.what, "tcgen05.commit")) return true;
@@ -100,7 +100,7 @@ static Status h_tc_dealloc(ARGS) {
       fail(c, fmt("tcgen05.dealloc of column %u, which is not allocated", i));
     c.cta.tmem_owner[i] = -1;
   }
-  // PTX ISA, tcgen05.dealloc: with cta_group::2 the accesses of both CTAs come before.
+  // PTX ISA, tcgen05.dealloc: with cta_group::2 it comes after the accesses of both CTAs.
   Actor me = warp_actor(c);
   me.strong = true;
   for (int r = 0; r < I.i0; r++) {
@@ -123,7 +123,7 @@ static Status h_tc_relinquish(ARGS) {
   c.cta.tmem_permit = false;
   return NEXT;
 }
-// (row, column) touched by lane l, register j, for each shape
+// Row and column of lane l and register j, for each shape.
 static inline void tmem_map(int shape, int l, int j, u32 split, u32& row, u32& col) {
   switch (shape) {
     case 0:
@@ -161,9 +161,9 @@ static Status h_tc_ldst(ARGS) {
     if ((u32)addr_of(c, A, l) != base) fail(c, "TMEM address differs between lanes");
   u32 lane0 = base >> 16, col0 = base & 0xffff;
   int quad = c.w.id % 4;
-  // A warp reaches only its own quarter of the lanes.  NVIDIA's 1cta_mma_a_from_tmem.py passes lane
-  // 0 from every warp and expects its own quarter, so lane 0 is taken as relative; any other
-  // quarter is an error.
+  // A warp reaches only its own quarter of the lanes. In NVIDIA's 1cta_mma_a_from_tmem.py every
+  // warp passes lane 0 and expects its own quarter: lane 0 is relative, any other quarter is an
+  // error.
   if (lane0 == 0 && quad) {
     c.hazard("tmem-lane-zero", fmt("%s: warp %d passes lane 0; taken as its own lanes %d-%d", what,
                                    c.w.id, quad * 32, quad * 32 + 31));
@@ -217,8 +217,8 @@ static Status h_tc_ldst(ARGS) {
     c.hazard("uninitialised-tmem-read",
              fmt("tcgen05.ld reads TMEM cells never written (%s)", where(c).c_str()));
   if (I.i1) c.m.effects++;
-  // Their values are here at once; that nobody looks at them before the wait is checked. For who
-  // wants to overwrite what was read, it has been read when that was waited for.
+  // A load's registers are filled at once; registers.h checks that they are not used before the
+  // wait. The check of tensor memory counts a load as complete at the wait.
   Knowledge known = c.w.knowledge;
   known.tensor = c.w.tensor;
   Actor me = warp_actor(c);
@@ -230,7 +230,7 @@ static Status h_tc_ldst(ARGS) {
   for (u32 i : I.moved_to) c.w.loaded_from_tmem[i] = c.m.tick;
   return NEXT;
 }
-// This warp's loads and stores so far.
+// The warp's loads and stores so far.
 static Known own_tensor(const Ctx& c) { return {c.w.agent, ~0u, c.m.tick, c.m.tick}; }
 static Status h_tc_wait_ld(ARGS) {
   CONVERGED_ALL("tcgen05.wait::ld")
@@ -244,16 +244,16 @@ static Status h_tc_wait_ld(ARGS) {
   c.w.tensor.learn(own_tensor(c));
   return NEXT;
 }
-static Status h_tc_wait_st(
-    ARGS) {  // TMEM cells carry bit 2 from tcgen05.st until the same warp's tcgen05.wait::st
+// Cells have bit 1 of tmem_init from tcgen05.st until the warp's tcgen05.wait::st.
+static Status h_tc_wait_st(ARGS) {
   CONVERGED_ALL("tcgen05.wait::st")
   for (u32 i : c.w.tmem_stores) c.cta.tmem_init[i] &= ~2;
   c.w.tmem_stores.clear();
   c.w.tensor.learn(own_tensor(c));
   return NEXT;
 }
-// PTX ISA, tcgen05.fence: what the thread did in tensor memory comes before what it tells others
-// next; what others told it comes before what it does in tensor memory next.
+// PTX ISA, tcgen05.fence. before_thread_sync orders the thread's tcgen05 operations before its next
+// release; after_thread_sync orders acquired operations before its next tcgen05 operations.
 static Status h_tc_fence(ARGS) {  // i0: before_thread_sync
   if (I.i0)
     c.w.knowledge.tensor.learn(own_tensor(c));
@@ -318,8 +318,8 @@ static Status h_tc_mma(ARGS) {
   }
   return NEXT;
 }
-// smem -> TMEM copy.  i0 cta_group, i1 rows, i2 columns of 32 bits, i3 replication (0 none, 1 x4, 2
-// x2::02_13, 3 x2::01_23)
+// Copy from shared to tensor memory. i0 cta_group, i1 rows, i2 columns of 32 bits, i3 replication
+// (0 none, 1 x4, 2 x2::02_13, 3 x2::01_23)
 static Status h_tc_cp(ARGS) {
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
     int l = __builtin_ctz(mm);

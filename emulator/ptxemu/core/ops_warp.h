@@ -1,4 +1,4 @@
-// Handlers: what the lanes of a warp do together (shfl, vote, elect, ...).
+// Handlers: instructions of several lanes together (shfl, vote, elect, ...).
 #pragma once
 #include "handler.h"
 #include "numerics.h"

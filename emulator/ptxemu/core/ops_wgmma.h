@@ -36,7 +36,7 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
   const Actor me = op.actor(w.wgmma_agent, op.issued);
   Fmt f = (Fmt)I.i1, fb = (Fmt)I.i3;
   int N = I.i0, K = 32 / fmt_bytes(f);
-  static float A[16 * 32], B[256 * 32], D[256 / 8][2][32][2];  // of D 16 rows by 8 columns at a time
+  static float A[16 * 32], B[256 * 32], D[256 / 8][2][32][2];  // D: blocks of 16 rows and 8 columns
   const Opnd& d = I.o[0];
   if (rs) {
     int per = K == 32 ? 4 : K == 16 ? 2 : 1;
@@ -54,7 +54,7 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
   load_operand(op, me, t, b, tb, 0, N, fb, B);
   if (sa * sb < 0)
     for (int i = 0; i < 16 * K; i++) A[i] = -A[i];
-  // Lane l has columns 2 * (l % 4) and the next of row l / 4 (h = 0) and of row 8 + l / 4 (h = 1).
+  // In a block, lane l has two columns, from 2 * (l % 4) on, of the rows l / 4 and 8 + l / 4.
   if (!acc)
     memset(D, 0, N / 8 * sizeof *D);
   else
@@ -78,7 +78,8 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
     auto& x = D[i / 2][i % 2];
     if (I.i2) {
       u64* r = w.R(d.v[i].slot);
-      for (int l = 0; l < 32; l++) r[l] = float_to_half(x[l][0]) | (u32)float_to_half(x[l][1]) << 16;
+      for (int l = 0; l < 32; l++)
+        r[l] = float_to_half(x[l][0]) | (u32)float_to_half(x[l][1]) << 16;
     } else {
       u64 *even = w.R(d.v[2 * i].slot), *odd = w.R(d.v[2 * i + 1].slot);
       for (int l = 0; l < 32; l++) {
@@ -123,16 +124,16 @@ static Status h_wgmma_commit(ARGS) {
   return NEXT;
 }
 static Status h_wgmma_wait(ARGS) {
-  // The PTX ISA does not say that this orders the lanes' accesses; but kernels take it for granted:
-  // one lane of a consumer warp gives back after it what all lanes have read before.
+  // The PTX ISA does not say that this orders the lanes' accesses, but kernels rely on it: after
+  // it, one lane of a consumer warp releases a buffer that all lanes have read.
   if (!converged(c, ~0u, "wgmma.wait_group", true)) return BLOCK;
   size_t keep = (size_t)RS(0)[0];
   auto& groups = c.w.wgmma_groups;
   Tick done = 0;
   for (; groups.committed.size() > keep; groups.committed.pop_front())
     done = groups.committed.front().tick;
-  // In random mode part of a group may already have run: the queue then holds fewer operations than
-  // the counts say.
+  // In the mode random, a part of a group may already have run: the queue then has fewer operations
+  // than the groups count.
   size_t left = groups.open;
   for (auto& g : groups.committed) left += g.operations;
   while (c.w.wgmma.q.size() > left) run_front(c.m, c.w.wgmma);

@@ -1,10 +1,10 @@
-// Asynchronous operations in flight, and when each scheduling mode completes them.
+// Asynchronous operations in flight, and their completion in each scheduling mode.
 #pragma once
 #include "machine.h"
 
-// mode 0 eager: run at issue; 1 lazy: run as late as possible; 2 random: coin toss at issue and at
-// each step; mode 3 early_loads: loads complete at issue, everything else as late as possible
-// (worst case for reusing a buffer)
+// Mode 0, eager: run at issue. 1, lazy: run as late as possible. 2, random: toss a coin at issue
+// and at each step. 3, early_loads: run loads at issue, all other operations as late as possible
+// (the worst case for the reuse of a buffer).
 template <class Run>
 static void enqueue(Machine& m, Queue& q, Run run, int line, const char* what) {
   m.effects++;

@@ -1,4 +1,4 @@
-// Registers that WGMMA uses and tcgen05.ld fills: accesses while they are in flight.
+// Registers in flight: used by WGMMA, or filled by tcgen05.ld. The program numbers ("tracks") them.
 #pragma once
 #include "ops_arithmetic.h"
 #include "ops_tcgen05.h"
@@ -19,14 +19,13 @@ static void touched_by(const Program& p, const Opnd& o, std::vector<u32>& out) {
 // ---- registers that WGMMA uses
 //
 // PTX ISA, wgmma.fence: it must stand before the first WGMMA, and between an access to a register
-// and a WGMMA that uses it as accumulator or fragment of A, except between WGMMAs of one shape on
-// one accumulator. And these registers must not be accessed before a wgmma.wait_group for the
+// and a WGMMA that uses the register as accumulator or fragment of A, except between WGMMAs of one
+// shape on one accumulator. The register must not be accessed before a wgmma.wait_group for the
 // WGMMA.
 //
-// Compilers put moves between the fence and the WGMMA, where an accumulator lives in another
-// virtual register, and moves of constants into registers whose contents are not used. Neither is
-// an access in ptxas's eyes: a move between registers takes its source's state over, one of a
-// constant changes nothing.
+// Between the fence and the WGMMA, compilers move accumulators to other virtual registers, and
+// constants into unused registers. ptxas does not count these moves as accesses: a move between
+// registers passes on the state of its source, a move of a constant changes nothing.
 
 static void track_registers(Program& p) {
   std::set<int> constant;
@@ -57,7 +56,7 @@ static void track_registers(Program& p) {
     I.copies = move(I);
   }
 }
-// Of every other instruction that names a tracked register.
+// Check every other instruction that names a tracked register.
 static void touch_registers(const Ctx& c, const Instr& I) {
   Warp& w = c.w;
   for (u32 i : I.tracked)
@@ -76,15 +75,15 @@ static void touch_registers(const Ctx& c, const Instr& I) {
 // ---- registers that tcgen05.ld fills
 //
 // PTX ISA, tcgen05.ld: it is asynchronous, its registers must not be accessed before a
-// tcgen05.wait::ld of the warp. Compilers put moves that pair these registers between the two, which
-// are no access in ptxas's eyes: what they fill is waited for as well.
+// tcgen05.wait::ld of the warp. Between the two, compilers put moves that pair these registers.
+// ptxas does not count the moves as accesses: their destinations must wait, too.
 
 static void track_tmem_loads(Program& p) {
   auto loads = [](const Instr& I) { return I.fn == h_tc_ldst && !I.i1; };
   bool more = false;
   for (auto& I : p.code)
     if (loads(I)) track(p, I.o[0], more);
-  if (!more) return;  // so far only those of WGMMA, which no kernel has beside tcgen05
+  if (!more) return;  // no tcgen05.ld: keep the tracked registers of WGMMA
   while (more) {
     more = false;
     for (auto& I : p.code) {
@@ -101,7 +100,7 @@ static void track_tmem_loads(Program& p) {
     if (loads(I)) touched_by(p, I.o[0], I.moved_to);
   }
 }
-// Of every instruction that names a tracked register, but for the loads.
+// Check every instruction that names a tracked register, except the loads.
 static void touch_tmem_loads(const Ctx& c, const Instr& I) {
   Warp& w = c.w;
   Tick latest = 0;

@@ -1,4 +1,4 @@
-// Runs warps, completes asynchronous work, notices that nothing can go on.
+// Runs warps, completes asynchronous work, detects deadlocks.
 #pragma once
 #include "memory.h"
 #include "ops_clc.h"
@@ -39,7 +39,6 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
   u32 n = cdim[0] * cdim[1] * cdim[2], threads = block[0] * block[1] * block[2];
   int smid = launch.smid;
   launch.smid += n;
-  for (int i = 0; i < 3; i++) cl->id[i] = k[i];
   for (u32 r = 0; r < n; r++) {
     std::unique_ptr<Cta> t(new Cta);
     t->cluster = cl.get();
@@ -150,7 +149,7 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
   launch.clusters.push_back(std::move(cl));
 }
 
-// Runs the groups of a warp that are not blocked.
+// Run the groups of a warp that are not blocked.
 static bool run_groups(Machine& m, Cta& cta, Warp& w, int slice) {
   const Program& program = *cta.launch->p;
   bool progress = false;
@@ -233,7 +232,7 @@ static bool run_groups(Machine& m, Cta& cta, Warp& w, int slice) {
   return progress;
 }
 
-// Runs one warp until every group is blocked, it yields, or the slice ends. Returns true if any
+// Run one warp until every group is blocked, it yields, or the slice ends. Return true if any
 // instruction completed.
 static bool run_warp(Machine& m, Cta& cta, Warp& w, int slice) {
   cta.awake &= ~(1u << w.id);  // before it runs: it may be woken meanwhile
@@ -300,7 +299,7 @@ static Str describe_waits(Machine& m) {
             }
   return s;
 }
-// Completes one pending asynchronous operation; false if there is none.
+// Complete one pending asynchronous operation. Return false if there is none.
 static bool complete_one(Machine& m) {
   bool any = m.opt.mode == 2;
   std::vector<Queue*> pending;
@@ -337,7 +336,7 @@ static void prepare(Machine& m, Launch& l) {
   size_t resident = takes_over ? m.opt.clc_resident * cluster : m.opt.max_resident;
   l.room = std::max<size_t>(1, resident / cluster);
 }
-// Takes out the clusters that have ended.
+// Remove the clusters that have ended.
 static void retire(Machine& m, Launch& l) {
   l.exits = false;
   for (size_t i = 0; i < l.clusters.size();) {
@@ -346,7 +345,7 @@ static void retire(Machine& m, Launch& l) {
       i++;
       continue;
     }
-    // Operations that this cluster started must finish before its memory disappears.
+    // The cluster's operations must finish before its memory disappears.
     for (auto& t : cl.ctas) {
       if (tc_busy(*t))
         l.hazard("exit-with-tcgen05-in-flight", t->tc.q.front().line,
@@ -378,7 +377,7 @@ static void retire(Machine& m, Launch& l) {
     l.clusters.erase(l.clusters.begin() + i);
   }
 }
-// A launch may start when every CTA of the one before it has executed launch_dependents or exited.
+// A launch may start when every CTA of its predecessor has executed launch_dependents or exited.
 static bool may_start(Machine& m, size_t i) {
   if (i == 0) return true;
   Launch& before = *m.launches[i - 1];
@@ -391,7 +390,7 @@ static void wake_all(Machine& m) {
     for (auto& cl : l->clusters)
       for (auto& t : cl->ctas) t->wake();
 }
-// Starts and retires what can be; the launches that have something to run, in order.
+// Start and retire launches and clusters; return the launches with resident clusters, in order.
 static std::vector<Launch*> launches_at_work(Machine& m) {
   std::vector<Launch*> working;
   for (size_t i = 0; i < m.launches.size(); i++) {
@@ -400,8 +399,8 @@ static std::vector<Launch*> launches_at_work(Machine& m) {
     if (!l.started) {
       if (!may_start(m, i)) break;
       l.started = true;
-      // What the one before it knew to be complete when it triggered is complete now. Its own
-      // writes, even those before the trigger, are not known: only griddepcontrol.wait makes them.
+      // The launches that the predecessor knew to be complete at its trigger are complete. Its own
+      // writes, even before the trigger, become known only by griddepcontrol.wait.
       if (i) l.known = m.launches[i - 1]->known_at_trigger;
     }
     if (l.complete) continue;
@@ -435,8 +434,8 @@ static bool run_warps(Machine& m, const Warps& warps, bool in_turns) {
   }
   return progress;
 }
-// Gives every warp a turn. Where launches overlap, all in one random order; or the latest first,
-// and those before it when it can do nothing by itself.
+// Give every warp a turn. Overlapping launches run in one random order; or the latest runs first,
+// and an earlier one only if the later ones had no effect.
 static bool turn(Machine& m, const std::vector<Launch*>& working) {
   bool progress = false, together = m.opt.dependents == RANDOM;
   Warps warps;
@@ -488,7 +487,7 @@ static void run_machine(Machine& m) {
     }
     if (progress && !asking)
       throw EmuError{"no forward progress: warps spin without effect" + describe_waits(m)};
-    // Who asks for several words in turn may find one changed, or give up after some time.
+    // A warp that polls several words in turn may see a change, or give up after some time.
     m.ask_again = true;
     wake_all(m);
     if (!timed_out && (!asking || progress) && ++asked < MOST_TURNS) continue;

@@ -1,26 +1,26 @@
-// The accesses that memory remembers, and whether a new one is ordered after them.
+// Shadow memory: the last accesses to every byte, to check the order of new accesses.
 #pragma once
 #include "clocks.h"
 
 struct Access {
-  // copied: by cp.async, which is asynchronous and yet of the ordinary proxy; box: by TMA, of a box
+  // copied: by cp.async, asynchronous but of the ordinary proxy; box: of a box, by TMA
   u64 tick : 39, agent : 20, write : 1, async : 1, copied : 1, strong : 1, box : 1;
   u32 lanes;
-  u16 bytes;  // of the chunk's 16; 0: no access
-  u16 pc;     // instruction, 65535 for any above
+  u16 bytes;  // a bit for each of the chunk's 16 bytes; 0: no access
+  u16 pc;     // index of the instruction; 65535 for all above
 };
 
-// Who makes an access, and what it knows.
+// The agent of a new access, with its knowledge.
 struct Actor {
   u32 agent, lanes = ~0u;
-  u32 others = 0;  // lanes of the warp that make the same access, a read, after this one
+  u32 others = 0;  // lanes of the warp that make the same read after this one
   Tick tick;
-  // The last tick at which this warp's lanes were brought together; 0 of asynchronous operations.
+  // The last tick at which all lanes of the warp were synchronised; 0 for asynchronous operations.
   Tick together = 0;
   bool async = false, copied = false, strong = false, box = false;
   u16 pc = 0;
   const Knowledge* knowledge;
-  const Known* own = nullptr;  // known as well: of the warp that started an asynchronous operation
+  const Known* own = nullptr;  // more knowledge: of the warp that started an asynchronous operation
 
   bool knows(const Access& a) const {
     if (a.agent == agent && a.tick == tick) return true;
@@ -32,7 +32,7 @@ struct Actor {
     }
     if (a.agent != agent || async) return knows(a, knowledge->memory);
     if (a.tick <= together || (!others && !(a.lanes & ~lanes))) return true;
-    // What the warp knows of its own lanes they have told each other, this one among them.
+    // Knowledge of the warp's own lanes counts only if it covers this lane, too.
     const Known* k = knowledge->memory.find(agent);
     return k && k->covers(a.tick, a.lanes | lanes | others);
   }
@@ -42,20 +42,20 @@ struct Actor {
   }
 };
 
-// What is remembered of 16 bytes beyond one access.
+// The accesses to one chunk of 16 bytes beyond the first.
 struct MoreAccesses {
   static const size_t MOST = 28;
   Access few[3];
   std::unique_ptr<std::vector<Access>> many;
 };
 
-// Memory by pages of 64 chunks of 16 bytes. A page that is accessed in whole chunks keeps runs: one
-// access and the chunks that it was made to, so that a copy or an MMA is one step a page and not one
-// a chunk. An access to a part of a chunk, or too many runs, make it keep every chunk's accesses by
-// themselves. Both keep a chunk's accesses in the same order: what is reported does not depend on it.
+// Memory in pages of 64 chunks of 16 bytes. A page keeps runs: one access and all its chunks. A
+// copy or an MMA is then one step a page, not one a chunk. After an access to a part of a chunk, or
+// with too many runs, the page keeps the accesses of each chunk instead. Both forms keep a chunk's
+// accesses in the same order, so reports do not depend on the form.
 class Shadow {
   static const int PAGE = 64;  // chunks
-  static const int LOW = 256, REGION = 1024;  // pages found by number; those kept together
+  static const int LOW = 256, REGION = 1024;  // pages in an array; pages of an entry of the map
   static const size_t MOST_RUNS = 96;
   struct Run {
     Access access;
@@ -68,7 +68,7 @@ class Shadow {
   };
   struct Page {
     std::vector<Run> runs;
-    std::unique_ptr<Chunks> chunks;  // if there, instead of the runs
+    std::unique_ptr<Chunks> chunks;  // replaces the runs if present
   };
   Page low[LOW];  // shared and tensor memory
   std::unordered_map<u64, std::unique_ptr<Page[]>> high;
@@ -132,7 +132,7 @@ class Shadow {
         slot = a;
         return;
       }
-    // Of many that only read, some are forgotten: a race may be missed, none is invented.
+    // With too many reads, forget some: a race may be missed, none is invented.
     if (more.many->size() < more.MOST || a.write)
       more.many->push_back(a);
     else
@@ -159,7 +159,7 @@ class Shadow {
     }
     return *p.chunks;
   }
-  // False, and nothing is changed, if a chunk would have more accesses than one keeps.
+  // Record a run. Return false, without a change, if a chunk would have too many accesses.
   static bool record_run(Page& p, u64 chunks, const Actor& me, bool write) {
     auto& runs = p.runs;
     if (write) {
@@ -190,8 +190,8 @@ class Shadow {
  public:
   static const u32 PAGE_BYTES = 16 * PAGE;
 
-  // Records an access to whole chunks of a page, by bit, if `check.passes` of every access that it
-  // conflicts with; else nothing is changed.
+  // Record an access to whole chunks (bits) of a page if `check.passes` all conflicting accesses.
+  // Return false, without a change, if not.
   template <class Check>
   bool access_page(const Actor& me, u64 number, u64 chunks, bool write, Check& check) {
     Page& p = page_of(number);
@@ -208,7 +208,7 @@ class Shadow {
         if (passes && conflict(a, me, write)) passes = check.passes(a);
       });
     if (!passes) return false;
-    if (write && chunks == ~0ull) {  // all that was there is forgotten
+    if (write && chunks == ~0ull) {  // replaces all earlier accesses
       p.chunks.reset();
       p.runs.push_back({access_of(me, write, 0xffff), chunks});
     } else
@@ -216,9 +216,9 @@ class Shadow {
         access_chunk(by, __builtin_ctzll(m), me, 0xffff, write, [](const Access&) {});
     return true;
   }
-  // Records an access to n bytes. `check.report(access, address)` is called for every remembered
-  // access that this one conflicts with: of the same bytes, one of the two a write, not both of them
-  // strong; unless `check.passes`.
+  // Record an access to n bytes. Call `check.report(access, address)` for every conflicting access
+  // unless `check.passes` it. Two accesses conflict if they share bytes, one of them is a write,
+  // and not both are strong.
   template <class Check>
   void access(const Actor& me, u64 address, u32 n, bool write, Check& check) {
     for (u64 end = address + n; address < end;) {
@@ -235,7 +235,7 @@ class Shadow {
     u64 n = (end - first) / 16;
     return (n == PAGE ? ~0ull : (1ull << n) - 1) << first / 16 % PAGE;
   }
-  // Of one page.
+  // Record an access within one page.
   template <class Check>
   void access_bytes(const Actor& me, u64 address, u64 end, bool write, Check& check) {
     Chunks& p = by_chunks(page_of(address / PAGE_BYTES));
@@ -248,8 +248,8 @@ class Shadow {
       address += count;
     }
   }
-  // Lets the memory of an earlier read of the same agent stand for this one too, where nothing is
-  // lost: whoever is ordered after this one is ordered after that one.
+  // Merge this read into an earlier read of the same agent if nothing is lost: an access ordered
+  // after this read is ordered after the earlier one.
   static bool renew(Access& a, const Actor& me, u16 bytes) {
     if (a.agent != me.agent || a.async != me.async || a.strong != me.strong) return false;
     if (a.tick == me.tick) {

@@ -4,13 +4,13 @@
 
 struct TensorMap {
   u64 addr;
-  int rank, dtype, ebits, swizzle, interleave;
+  int rank, dtype, ebits, swizzle;
   u64 dim[5], stride[5];
   u32 box[5];
 };
-// Bytes of a box's row at most, by swizzle mode.
+// The most bytes of a box's row, by swizzle mode.
 static const u32 SWIZZLE_SPAN[7] = {1u << 30, 32, 64, 128, 128, 128, 128};
-// Layout of the 128-byte descriptor, as the DSL's host code packs it.
+// Decode a 128-byte descriptor, in the layout of the DSL's host code.
 static TensorMap decode_tmap(const u8* p, const Ctx& c) {
   u64 w[8];
   memcpy(w, p, 64);
@@ -20,7 +20,7 @@ static TensorMap decode_tmap(const u8* p, const Ctx& c) {
   u32 f = (u32)w[1];
   t.rank = (f >> 4 & 7) + 1;
   t.dtype = f >> 7 & 15;
-  t.interleave = f >> 11 & 3;
+  int interleave = f >> 11 & 3;
   t.swizzle = f >> 13 & 3;
   static const int size[16] = {8,  16, 32, 32, 64, 64, 16, 32,
                                32, 64, 16, 4,  0,  0,  0,  0};  // 11: packed 4-bit
@@ -31,7 +31,7 @@ static TensorMap decode_tmap(const u8* p, const Ctx& c) {
       fail(c, fmt("tensor map word 1 is %#lx: swizzle atom not modelled", w[1]));
     t.swizzle = 3 + atom;
   }
-  if ((f & 15) != 2 || t.rank > 5 || !t.ebits || t.interleave)
+  if ((f & 15) != 2 || t.rank > 5 || !t.ebits || interleave)
     fail(c, fmt("tensor map word 1 is %#lx: form not modelled", w[1]));
   if (w[6] >> 32 & 0xffffff) fail(c, "tensor map with element strides is not modelled");
   t.dim[0] = (u32)w[4] + 1ull;
@@ -48,8 +48,8 @@ static TensorMap decode_tmap(const u8* p, const Ctx& c) {
     t.dim[i] = 1;
     t.box[i] = 1;
   }
-  // CUDA driver API, cuTensorMapEncodeTiled. What else it says (strides of multiples of 16 bytes
-  // and below 2^40, boxes of up to 256) no descriptor can break: its fields cannot hold it.
+  // CUDA driver API, cuTensorMapEncodeTiled. No descriptor can break its other rules (strides that
+  // are multiples of 16 bytes and below 2^40, boxes of up to 256): the fields cannot hold more.
   if (t.addr % 16)
     fail(c, fmt("tensor map of memory at %#lx, which is not 16-byte aligned", t.addr));
   if (t.box[0] * t.ebits / 8 % 16) fail(c, "tensor map box row is not a multiple of 16 bytes");
@@ -57,14 +57,14 @@ static TensorMap decode_tmap(const u8* p, const Ctx& c) {
     fail(c, "tensor map box row exceeds the swizzle span");
   return t;
 }
-// The map that an instruction names and the coordinates at which it starts a box; or, of
-// tile::gather4 and tile::scatter4, a column and four rows of a matrix.
+// The tensor map of an instruction and the first coordinates of the box. For tile::gather4 and
+// tile::scatter4: a column and four rows.
 struct BoxStart {
   TensorMap map;
   std::array<s32, 5> at;
   bool four_rows;
 };
-// swizzle modes: 1, 2, 3 = 32, 64, 128 bytes with 16-byte atoms; 4 = 128 bytes with 32-byte atoms;
+// Swizzle modes: 1, 2, 3 = 32, 64, 128 bytes with 16-byte atoms; 4 = 128 bytes with 32-byte atoms;
 // 6 = with 64-byte atoms
 static inline u32 swizzle_addr(u32 a, int mode) {
   switch (mode) {
@@ -79,9 +79,9 @@ static u32 box_bytes(const BoxStart& b) {
   return b.four_rows ? 4 * bytes : bytes;
 }
 
-// Visits every row of a box: fn(its offset in shared memory before the swizzle, address of its
-// first byte that the tensor has, the first of these bytes in the row, their end); no byte of it is
-// in the tensor where these two are equal.
+// Call fn(offset, address, first, end) for every row of a box. `offset` is the row's offset in
+// shared memory before the swizzle. The bytes `first` to `end` of the row lie in the tensor, none
+// if the two are equal. `address` is the global address of the byte `first`.
 template <class F>
 static void tmap_walk(const TensorMap& t, const s32* co, u32 lin, F fn) {
   u32 row_bytes = t.box[0] * t.ebits / 8;
@@ -112,7 +112,7 @@ static void box_walk(const BoxStart& b, F fn) {
     tmap_walk(b.map, at, i * box_bytes(b) / 4, fn);
   }
 }
-// The offsets in shared memory of a box's chunks, row by row.
+// Return the offsets in shared memory of a box's chunks, row by row.
 static const std::vector<u32>& box_chunks(const BoxStart& b, u32 base) {
   static std::vector<u32> at;
   at.clear();
@@ -136,15 +136,15 @@ static BoxStart box_start(const Ctx& c, u64 map, const Opnd& coordinates, int la
   size_t n = coordinates.v.size();
   if (four_rows) {
     if (c.launch().sm90) fail(c, "gather4 and scatter4 need sm_100");
-    // The box of the map is one row: so CuTe DSL, Triton and Mojo encode it.
+    // CuTe DSL, Triton and Mojo encode a box of one row.
     if (b.map.rank != 2 || b.map.box[1] != 1)
       fail(c, fmt("gather4 or scatter4 with a map of rank %d and boxes of %u rows: not modelled",
                   b.map.rank, b.map.box[1]));
   } else if ((int)n != b.map.rank)
     fail(c, fmt("tensor map has rank %d, instruction has %zu coordinates", b.map.rank, n));
   for (size_t i = 0; i < n; i++) b.at[i] = (s32)c.w.R(coordinates.v[i].slot)[lane];
-  // Of loads seen on an H200 (docs/notes/gemm_sm90.md), of loads and stores in triton-lang/triton
-  // issues 7385 and 8657: an illegal instruction.
+  // An illegal instruction: for loads on an H200 (docs/notes/gemm_sm90.md), for loads and stores in
+  // triton-lang/triton issues 7385 and 8657.
   s64 bits = (s64)b.at[0] * b.map.ebits;
   if (bits % 128)
     fail(c,
@@ -155,7 +155,7 @@ static BoxStart box_start(const Ctx& c, u64 map, const Opnd& coordinates, int la
   return b;
 }
 // CUDA programming guide, table "Alignment requirements for multi-dimensional bulk tensor
-// asynchronous copy operations". A swizzle goes by address bits, whatever the alignment above that.
+// asynchronous copy operations". A swizzle uses address bits, whatever the alignment beyond that.
 static void check_box_in_shared(const Ctx& c, const char* what, u32 address) {
   if ((address & OFF_MASK) % 128)
     fail(c, fmt("%s shared offset %u, which is not 128-byte aligned", what, address & OFF_MASK));

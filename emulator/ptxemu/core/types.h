@@ -1,4 +1,4 @@
-// PTX types: their names, their bytes, their values in registers, and reductions of two values.
+// PTX types: names, sizes, values in registers, atomic operations on two values.
 #pragma once
 #include "machine.h"
 #include "numerics.h"
