@@ -326,7 +326,8 @@ TENSOR_CORES: list[Form] = [
     ("tcgen05.relinquish_alloc_permit", f"{PAIR} {TOGETHER}", "", ""),
     ("tcgen05.wait::ld tcgen05.wait::st", TOGETHER, "", ""),
     ("tcgen05.fence::before_thread_sync tcgen05.fence::after_thread_sync", "", "", ""),
-    ("tcgen05.cp", rf"{PAIR} +\d+x\d+b warpx4|warpx2::02_13|warpx2::01_23", "", "[t] u64"),
+    ("tcgen05.cp", f"{PAIR} +(128x256b|(128|64|32)x128b) warpx4|warpx2::02_13|warpx2::01_23", "",
+     "[t] u64"),
     ("tcgen05.commit", f"{PAIR} +mbarrier::arrive::one {SHARED} multicast::cluster", "b64",
      "[m] u16?multicast::cluster"),
     *(

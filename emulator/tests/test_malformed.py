@@ -78,6 +78,7 @@ def test_an_operand_too_few_too_many_or_of_another_kind(text):
         ("add.rz.f32 %f1, %f2, %f3;", "modifiers or types not modelled: add.rz.f32"),
         ("ld.global.shared.u32 %r1, [%rd1];", "modifiers or types not modelled"),
         ("max.NaN.s32 %r1, %r2, %r3;", "modifiers or types not modelled"),
+        ("tcgen05.cp.cta_group::1.4x256b [%r1], %rd1;", "modifiers or types not modelled"),
         ("frobnicate.u32 %r1;", "instruction not modelled: frobnicate.u32"),
         ("@%r1 add.u32 %r1, %r2, %r3;", "%r1 is not a predicate"),
         ("@%p1;", "cannot parse"),

@@ -1,4 +1,4 @@
-// Finds the handler of each instruction; an instruction without one is refused by name.
+// Finds the handler of each instruction. instructions.py has refused all that are not modelled.
 #pragma once
 #include "numerics.h"
 #include "ops_arithmetic.h"
@@ -151,7 +151,7 @@ static Handler decode(Instr& I) {
     const Str& s = I.text;
     if (s.find("%clock") != Str::npos || s.find("%globaltimer") != Str::npos) return h_mov_clock;
     I.i0 = t == T_PRED ? 0 : ty_bytes(t);
-    return t == T_NONE ? nullptr : h_mov;
+    return h_mov;
   }
   if (b == "cvt") {
     auto ty = [](const Str& s) -> int {
@@ -164,7 +164,6 @@ static Handler decode(Instr& I) {
     };
     I.i0 = ty(P[P.size() - 2]);
     I.i1 = ty(P.back());
-    if (I.i0 == T_NONE || I.i1 == T_NONE) return nullptr;
     int r = rounding_of(I);
     I.i2 = r < 0 ? (is_float(I.i1) && !is_float(I.i0) && I.i0 < 50 ? 1 : 0) : r;
     I.i3 = (I.has("sat") ? 1 : 0) | (I.has("relu") ? 2 : 0) | (I.has("satfinite") ? 4 : 0);
@@ -175,19 +174,16 @@ static Handler decode(Instr& I) {
     I.i2 = vec_of(I);
     I.sem = sem_of(I);
     I.scope = scope_of(I);
-    if (P.size() > 1 && P[1] == "async") { return b == "st" ? h_st_async : nullptr; }
-    if (P.size() > 1 && P[1] == "bulk") return nullptr;
-    return t == T_NONE ? nullptr : b == "st" ? h_st : h_ld;
+    return b != "st" ? h_ld : P[1] == "async" ? h_st_async : h_st;
   }
   if (b == "atom" || b == "red") {
-    if (I.has("async")) return nullptr;
     I.i1 = space_of(I);
     I.i2 = atom_op_of(I);
     I.i3 = vec_of(I);
     I.i4 = b == "red";
     I.sem = std::max(sem_of(I), RELAXED);
     I.scope = scope_of(I);
-    return I.i2 < 0 ? nullptr : h_atom;
+    return h_atom;
   }
   if (b == "cvta") {
     int s = space_of(I);
@@ -218,16 +214,16 @@ static Handler decode(Instr& I) {
     I.i0 = I.has("all") ? 0 : I.has("any") ? 1 : I.has("uni") ? 2 : 3;
     return h_vote;
   }
-  if (b == "match") return I.has("any") ? h_match : nullptr;
+  if (b == "match") return h_match;
   if (b == "redux") {
     I.i2 = atom_op_of(I);
     I.i1 = I.has("abs");
-    return I.i2 < 0 ? nullptr : h_redux;
+    return h_redux;
   }
   if (b == "activemask") return h_activemask;
   if (b == "bar" || b == "barrier") {
-    if (P.size() > 1 && P[1] == "warp") return h_warpsync;
-    if (P.size() > 1 && P[1] == "cluster") {
+    if (P[1] == "warp") return h_warpsync;
+    if (P[1] == "cluster") {
       I.i1 = I.has("aligned");
       I.i0 = !I.has("relaxed");
       return I.has("arrive") ? h_cluster_arrive : h_cluster_wait;
@@ -246,26 +242,17 @@ static Handler decode(Instr& I) {
     if (k == "arrive" || k == "arrive_drop") {
       I.i0 = I.has("expect_tx");
       I.i2 = k == "arrive_drop";
-      I.i3 = -1;
-      for (size_t i = 0; i < I.o.size(); i++)
-        if (I.o[i].kind == 'A') {
-          I.i3 = (int)i;
-          break;
-        }
       I.sem = I.has("relaxed") ? RELAXED : RELEASE;
-      return I.i3 < 0 || I.has("noComplete") ? nullptr : h_mbar_arrive;
+      return h_mbar_arrive;
     }
     if (k == "expect_tx" || k == "complete_tx") {
       I.i0 = k == "complete_tx";
       return h_mbar_tx;
     }
-    if (k == "try_wait" || k == "test_wait") {
-      I.i0 = I.has("parity");
-      I.i2 = k == "try_wait";
-      I.sem = I.has("relaxed") ? RELAXED : ACQUIRE;
-      return h_mbar_wait;
-    }
-    return nullptr;
+    I.i0 = I.has("parity");
+    I.i2 = k == "try_wait";
+    I.sem = I.has("relaxed") ? RELAXED : ACQUIRE;
+    return h_mbar_wait;
   }
   if (b == "fence" && P.size() > 2 && P[1] == "proxy") {
     if (P[2].compare(0, 5, "async")) return h_nop;  // tensormap, alias
@@ -279,10 +266,7 @@ static Handler decode(Instr& I) {
     I.scope = scope_of(I);
     return h_fence;
   }
-  if (b == "griddepcontrol") {
-    if (P[1] == "launch_dependents") return h_trigger;
-    return P[1] == "wait" ? h_wait_for_launch : nullptr;
-  }
+  if (b == "griddepcontrol") return P[1] == "wait" ? h_wait_for_launch : h_trigger;
   if (b == "prefetch" || b == "prefetchu" || b == "nanosleep" || b == "discard" ||
       b == "applypriority" || b == "pmevent")
     return h_nop;
@@ -296,14 +280,11 @@ static Handler decode(Instr& I) {
     }
     if (I.starts("cp.async.bulk.prefetch")) return h_nop;
     if (I.starts("cp.async.bulk.tensor")) {
-      size_t g = I.op.find(".global"), s = I.op.find(".shared");
-      const char* rows = s < g ? "tile::gather4" : "tile::scatter4";
-      I.i2 = I.has(rows);
-      for (auto& q : P)
-        if (!q.compare(0, 6, "im2col") || (!q.compare(0, 6, "tile::") && q != rows)) return nullptr;
-      I.i0 = s < g ? cta_group_of(I) : 0;
+      bool load = I.op.find(".shared") < I.op.find(".global");
+      I.i0 = load ? cta_group_of(I) : 0;
       I.i1 = I.has("multicast::cluster");
-      return s < g ? h_tma_load : h_tma_store;
+      I.i2 = I.has("tile::gather4") || I.has("tile::scatter4");
+      return load ? h_tma_load : h_tma_store;
     }
     if (I.starts("cp.async.bulk")) {
       size_t g = I.op.find(".global"), s = I.op.find(".shared");
@@ -321,32 +302,21 @@ static Handler decode(Instr& I) {
       I.i0 = I.starts("cp.async.wait_all");
       return h_cpasync_wait;
     }
-    if (I.has("ignore-src")) return nullptr;
     I.i0 = I.has("L2::cache_hint") && I.o.size() == 4;
     return h_cp_async;
   }
   if (b == "cp" && I.starts("cp.reduce.async.bulk")) {
     int op = atom_op_of(I);
-    if (op < 0) return nullptr;
     if (I.starts("cp.reduce.async.bulk.tensor")) {
-      for (auto& q : P)
-        if (q.compare(0, 6, "im2col") == 0 || q.compare(0, 6, "tile::") == 0) return nullptr;
       I.i0 = op + 1;
       return h_tma_store;
     }
     I.i0 = I.op.find(".global") == Str::npos ? 2 : 1;
     I.i2 = op + 1;
-    int dt = -1;
-    static const std::pair<const char*, int> m[] = {{"u32", 2}, {"s32", 3},  {"u64", 4},
-                                                    {"s64", 5}, {"f16", 6},  {"f32", 7},
-                                                    {"f64", 9}, {"bf16", 10}};
-    for (auto& q : m)
-      if (P.back() == q.first) dt = q.second;
-    I.i3 = dt;
-    return dt < 0 ? nullptr : h_bulk_copy;
+    I.i3 = t;
+    return h_bulk_copy;
   }
   if (b == "ldmatrix" || b == "stmatrix") {
-    if (!I.has("m8n8") || P.back() != "b16") return nullptr;
     I.i0 = I.has("x4") ? 4 : I.has("x2") ? 2 : 1;
     I.i1 = I.has("trans");
     return b == "ldmatrix" ? h_ldmatrix : h_stmatrix;
@@ -362,46 +332,35 @@ static Handler decode(Instr& I) {
     if (k == "wait::ld") return h_tc_wait_ld;
     if (!k.compare(0, 7, "fence::")) {
       I.i0 = k == "fence::before_thread_sync";
-      return I.i0 || k == "fence::after_thread_sync" ? h_tc_fence : nullptr;
+      return h_tc_fence;
     }
     if (k == "cp") {
-      I.i1 = 0;
-      for (auto& p : P) {
-        int r, n;
-        if (sscanf(p.c_str(), "%dx%db", &r, &n) == 2 && p.back() == 'b') {
-          I.i1 = r;
-          I.i2 = n / 32;
-        }
-      }
-      I.i3 = I.has("warpx4") ? 1 : I.has("warpx2::02_13") ? 2 : I.has("warpx2::01_23") ? 3 : 0;
+      int bits;
       for (auto& p : P)
-        if (p.find("b4x16") != Str::npos || p.find("b6x16") != Str::npos) return nullptr;
-      return I.i1 == 4 || I.i1 == 0 ? nullptr : h_tc_cp;
+        if (sscanf(p.c_str(), "%dx%db", &I.i1, &bits) == 2) I.i2 = bits / 32;
+      I.i3 = I.has("warpx4") ? 1 : I.has("warpx2::02_13") ? 2 : I.has("warpx2::01_23") ? 3 : 0;
+      return h_tc_cp;
     }
     if (k == "commit") {
       I.i2 = I.has("multicast::cluster");
       return h_tc_commit;
     }
     if (k == "ld" || k == "st") {
-      if (I.has("red")) return nullptr;
       static const char* n[] = {"32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"};
-      I.i0 = -1;
       for (int i = 0; i < 5; i++)
         if (I.has(n[i])) I.i0 = i;
       I.i1 = k == "st";
       I.i2 = I.has("pack::16b") || I.has("unpack::16b");
-      return I.i0 < 0 ? nullptr : h_tc_ldst;
+      return h_tc_ldst;
     }
     if (k == "mma") {
       I.i1 = I.has("kind::f16")      ? 0
              : I.has("kind::tf32")   ? 1
              : I.has("kind::f8f6f4") ? 2
-             : I.has("kind::i8")     ? 3
-                                     : -1;
-      I.i2 = 0;
+                                     : 3;
       if (I.has("block_scale")) {  // kind 4: packed 4-bit operands; i2: elements per scale factor
         bool f4 = I.has("kind::mxf4") || I.has("kind::mxf4nvf4");
-        I.i1 = f4 ? 4 : I.has("kind::mxf8f6f4") ? 2 : -1;
+        I.i1 = f4 ? 4 : 2;
         int K = f4 ? 64 : 32;
         I.i2 = I.has("block16")         ? 16
                : I.has("block32")       ? 32
@@ -410,47 +369,33 @@ static Handler decode(Instr& I) {
                : I.has("scale_vec::1X") ? K
                                         : 32;
       }
-      for (size_t i = 2; i < P.size(); i++)
-        if (P[i] != "block_scale" && P[i].compare(0, 5, "block") &&
-            P[i].compare(0, 9, "scale_vec") && P[i].compare(0, 9, "cta_group") &&
-            P[i].compare(0, 4, "kind") && P[i].compare(0, 9, "collector"))
-          return nullptr;
-      return I.i1 < 0 ? nullptr : h_tc_mma;
+      return h_tc_mma;
     }
-    return nullptr;
   }
   if (b == "tensormap") {
     if (P[1] == "cp_fenceproxy") return h_tmap_cp;
     static const char* n[] = {"global_address", "rank", "box_dim", "global_dim", "global_stride"};
-    I.i0 = -1;
     I.i1 = space_of(I);
     for (int i = 0; i < 5; i++)
       if (I.has(n[i])) I.i0 = i;
-    return P[1] == "replace" && I.i0 >= 0 ? h_tmap_replace : nullptr;
+    return h_tmap_replace;
   }
-  if (b == "call") return P.size() > 1 && P[1] == "vprintf" ? h_vprintf : nullptr;
+  if (b == "call") return h_vprintf;
   if (b == "wgmma") {
     if (P[1] == "fence") return h_wgmma_fence;
     if (P[1] == "commit_group") return h_wgmma_commit;
     if (P[1] == "wait_group") return h_wgmma_wait;
-    if (P[1] != "mma_async" || I.has("sp")) return nullptr;
     auto f = [](const Str& s) -> int {
       return s == "f16"    ? F_F16
              : s == "bf16" ? F_BF16
              : s == "tf32" ? F_TF32
              : s == "e4m3" ? F_E4M3
-             : s == "e5m2" ? F_E5M2
-                           : -1;
+                           : F_E5M2;
     };
     I.i1 = f(P[P.size() - 2]);
     I.i3 = f(P.back());
-    const Str& dt = P[P.size() - 3];
-    if (I.i1 < 0 || I.i3 < 0 || (dt != "f32" && dt != "f16")) return nullptr;
-    I.i2 = dt == "f16";
-    for (auto& p : P) {
-      int N, K;
-      if (sscanf(p.c_str(), "m64n%dk%d", &N, &K) == 2) I.i0 = N;
-    }
+    I.i2 = P[P.size() - 3] == "f16";
+    for (auto& p : P) sscanf(p.c_str(), "m64n%dk", &I.i0);
     return h_wgmma;
   }
   if (b == "clusterlaunchcontrol") {

@@ -188,17 +188,16 @@ static Status h_mbar_inval(ARGS) {
   });
   return NEXT;
 }
-// arrive: i0 1 = with expect_tx; i2 1 = arrive_drop; i3 index of the address operand
+// arrive: i0 1 = with expect_tx; i2 1 = arrive_drop
 static Status h_mbar_arrive(ARGS) {
-  int ai = I.i3;
   lanes(c.mask, [&](int l) {
-    u32 a = to_shared(c, I.i1, addr_of(c, I.o[ai], l, I.i1));
+    u32 a = to_shared(c, I.i1, addr_of(c, I.o[1], l, I.i1));
     s64 tx = 0;
     s32 n = 1;
     if (I.i0)
-      tx = (u32)RS(ai + 1)[l];
-    else if ((int)I.o.size() > ai + 1)
-      n = (s32)RS(ai + 1)[l];
+      tx = (u32)RS(2)[l];
+    else if (I.o.size() > 2)
+      n = (s32)RS(2)[l];
     if (I.i2) { mbar_in_use(c.cta, a, &c, I.line).count -= n; }
     const Fence* fence = I.sem == RELEASE ? nullptr : fence_of(c, l);
     Knowledge known = I.sem == RELEASE ? release(c, 1u << l)
@@ -206,7 +205,7 @@ static Status h_mbar_arrive(ARGS) {
                                        : Knowledge();
     known.tensor.join(c.w.knowledge.tensor);
     u32 ph = mbar_arrive(c.m, thread_actor(c, l), c.cta, a, n, tx, I.line, &c, known);
-    if (ai == 1 && I.o[0].slot >= 0) RS(0)[l] = ph;
+    if (I.o[0].slot >= 0) RS(0)[l] = ph;
   });
   return NEXT;
 }

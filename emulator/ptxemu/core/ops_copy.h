@@ -124,19 +124,15 @@ static Status h_tma_load(ARGS) {
   }
   return NEXT;
 }
-static void reduce_bytes(int dtype, int op, u8* g, const u8* s, int n) {
-  int t;
-  switch (dtype) {
-    case 2: t = T_U32; break;
-    case 3: t = T_S32; break;
-    case 4: t = T_U64; break;
-    case 5: t = T_S64; break;
-    case 6: t = T_F16; break;
-    case 7: t = T_F32; break;
-    case 9: t = T_F64; break;
-    case 10: t = T_BF16; break;
-    default: throw EmuError{fmt("TMA reduce: element type %d not modelled", dtype)};
-  }
+// Return the type of a tensor map's elements, for a reduction.
+static Ty element_type(int dtype) {
+  static const Ty types[] = {T_NONE, T_NONE, T_U32,  T_S32, T_U64, T_S64,
+                             T_F16,  T_F32,  T_NONE, T_F64, T_BF16};
+  Ty t = dtype < 11 ? types[dtype] : T_NONE;
+  if (t == T_NONE) throw EmuError{fmt("TMA reduce: element type %d not modelled", dtype)};
+  return t;
+}
+static void reduce_bytes(int t, int op, u8* g, const u8* s, int n) {
   int by = ty_bytes(t);
   for (int i = 0; i < n; i += by) {
     u64 a = 0, b = 0;
@@ -172,7 +168,7 @@ static Status h_tma_store(ARGS) {
                    b = std::min(a / 16 * 16 + 16, end);
                    const u8* p = &s->smem[at[(lin + a) / 16] + a % 16];
                    if (red)
-                     reduce_bytes(box.map.dtype, red - 1, to + a, p, b - a);
+                     reduce_bytes(element_type(box.map.dtype), red - 1, to + a, p, b - a);
                    else
                      memcpy(to + a, p, b - a);
                  }
