@@ -31,8 +31,8 @@ def small_core(tmp_path, monkeypatch):
 
 def test_built_once_and_again_when_a_source_changes(small_core):
     first = build.library()
-    made = first.stat().st_mtime_ns
-    assert build.library() == first and first.stat().st_mtime_ns == made
+    built_at = first.stat().st_mtime_ns
+    assert build.library() == first and first.stat().st_mtime_ns == built_at
     (small_core / "core.cpp").write_text('extern "C" int answer() { return 43; }\n')
     assert build.library() != first
 

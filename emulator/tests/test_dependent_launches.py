@@ -105,10 +105,10 @@ def test_a_chain_in_random_order(seed, emulator):
 )
 @pytest.mark.parametrize("first", WELL_BEHAVED)
 def test_a_wait_that_is_missing_or_too_late(first, second, dependents):
-    """It is reported even if the kernels run one after the other."""
+    """A missing wait is reported even if the kernels run one after the other."""
     buffers = fresh(2)
-    found = chain(WELL_BEHAVED[first], second, buffers=buffers)
-    assert set().union(*found) == {"global-race"}
+    hazards = chain(WELL_BEHAVED[first], second, buffers=buffers)
+    assert set().union(*hazards) == {"global-race"}
     right = torch.equal(buffers[2], expected(2))
     if dependents == "late":
         assert right
@@ -147,8 +147,8 @@ def test_a_buffer_overwritten_while_the_kernel_before_reads_it(dependents):
     assert chain(late_reader, overwrite(WAITS), buffers=list(chained)) == [set(), set()]
     assert torch.equal(buffers[1], expected(1)) and (buffers[0] == 7).all()
     buffers = fresh(1)
-    found = chain(late_reader, overwrite(""), buffers=[*buffers, buffers[0]])
-    assert set().union(*found) == {"global-race"}
+    hazards = chain(late_reader, overwrite(""), buffers=[*buffers, buffers[0]])
+    assert set().union(*hazards) == {"global-race"}
     if dependents == "early":
         assert (buffers[1] == 8).all()
 
@@ -182,10 +182,10 @@ def test_a_wait_reaches_as_far_as_the_kernel_before_has_waited(dependents, emula
     last = read_both(TRIGGER + WAITS)
     assert three(step(before=TRIGGER + WAITS), last, emulator) == [set()] * 3
     assert three(step(before=TRIGGER, after=WAITS), last, emulator) == [set()] * 3
-    found = three(step(before=TRIGGER), last, emulator)
-    assert set().union(*found) == {"global-race"}
+    hazards = three(step(before=TRIGGER), last, emulator)
+    assert set().union(*hazards) == {"global-race"}
     if dependents == "early":
-        assert found[2] == {"global-race"} or found[0] == {"global-race"}
+        assert hazards[2] == {"global-race"} or hazards[0] == {"global-race"}
 
 
 def test_a_trigger_after_the_own_wait_vouches_for_what_came_before(dependents, emulator):
@@ -227,16 +227,17 @@ def test_a_prefetch_by_tma_before_the_wait(dependents):
         return [report.hazard_kinds() for report in ptxemu.reports], c[:THREADS]
 
     weights = torch.arange(1000, 1000 + WORDS).int()
-    found, loaded = load("", weights)
-    assert found == [set(), set()] and torch.equal(loaded, weights[:THREADS])
-    found, loaded = load(WAITS, None)
-    assert found == [set(), set()] and torch.equal(loaded, expected(1)[:THREADS])
-    found, _ = load("", None)
-    assert set().union(*found) == {"global-race"}
+    hazards, loaded = load("", weights)
+    assert hazards == [set(), set()] and torch.equal(loaded, weights[:THREADS])
+    hazards, loaded = load(WAITS, None)
+    assert hazards == [set(), set()] and torch.equal(loaded, expected(1)[:THREADS])
+    hazards, _ = load("", None)
+    assert set().union(*hazards) == {"global-race"}
 
 
 def test_how_far_a_dependent_comes_before_the_kernel_before_has_ended(dependents):
-    """It marks a word before its wait. The preceding kernel reads the word at its end."""
+    """The dependent marks a word before its wait. The preceding kernel reads the word at its
+    end."""
     spin = "mov.u32 %r9, 0; SPIN: add.s32 %r9, %r9, 1; setp.lt.u32 %p9, %r9, 3000; @%p9 bra SPIN;"
     seen = "ld.relaxed.gpu.global.u32 %r4, [%rd1]; st.global.u32 [%rd1+4], %r4;"
     first = kernel("u64 x", TRIGGER + spin * 1 + "ld.param.u64 %rd1, [x];" + seen)
@@ -335,8 +336,8 @@ def test_launches_of_the_dsl_without_a_wait(compiled_chain, in_which, dependents
 
     emulator.host.ptx_transform = transform
     compiled_chain(zeros(5, CTAS, THREADS))
-    found = set().union(*(report.hazard_kinds() for report in emulator.reports))
-    assert found == ({"global-race"} if in_which else set())
+    hazards = set().union(*(report.hazard_kinds() for report in emulator.reports))
+    assert hazards == ({"global-race"} if in_which else set())
 
 
 def test_calls_that_overlap(compiled_chain, dependents, emulator):

@@ -239,7 +239,7 @@ def test_rounding_to_the_nearest_even(convert, dtype, largest, much, nan):
 
 @pytest.mark.parametrize("nan_first", [True, False])
 def test_nan_in_comparisons(nan_first):
-    """With a NaN, lt is false and ltu true; min ignores the NaN, min.NaN returns it."""
+    """For a NaN, lt is false and ltu true; min ignores the NaN, min.NaN returns it."""
     x = torch.tensor([math.nan if nan_first else 1.0, 1.0 if nan_first else math.nan])
     body = """
     ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [out];

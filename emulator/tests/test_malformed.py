@@ -98,9 +98,9 @@ def test_an_operand_too_few_too_many_or_of_another_kind(text):
     ],
 )
 def test_what_is_said(text, message):
-    said = refusal(text)
-    assert re.search("|".join(map(re.escape, message.split("|"))), said), said
-    assert text.split("\n")[-1].strip() in said or "ret" in said
+    error = refusal(text)
+    assert re.search("|".join(map(re.escape, message.split("|"))), error), error
+    assert text.split("\n")[-1].strip() in error or "ret" in error
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_what_is_said(text, message):
     ],
 )
 def test_of_a_module(text, message):
-    said = refusal("", text)
-    assert any(one in said for one in message.split("|")), said
+    error = refusal("", text)
+    assert any(one in error for one in message.split("|")), error
 
 
 def test_as_many_registers_as_one_likes():

@@ -19,14 +19,14 @@ COPY:
     {WAIT.format(label="W", barrier="%r20", parity="%r3")}
     bar.sync 0; add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, {COPIES}; @%p2 bra COPY;
     shl.b32 %r4, %r0, 2; add.u32 %r4, %r21, %r4; ld.shared.u32 %r5, [%r4];
-    {address("%rd2", "made", "%r1", 4)} st.global.u32 [%rd2], %r5; bar.sync 0;
+    {address("%rd2", "data", "%r1", 4)} st.global.u32 [%rd2], %r5; bar.sync 0;
     ld.param.u64 %rd3, [count]; @%p0 red.release.gpu.global.add.u32 [%rd3], 1;
 """
 """A producer with many slow copies, and a count of the CTAs that have finished."""
 USE = f"""
     ld.param.u64 %rd3, [count];
 ASK: HOW setp.lt.u32 %p1, %r6, {CTAS}; @%p1 bra ASK;
-    {address("%rd2", "made", "%r1", 4)} ld.global.u32 %r5, [%rd2]; add.u32 %r5, %r5, 1;
+    {address("%rd2", "data", "%r1", 4)} ld.global.u32 %r5, [%rd2]; add.u32 %r5, %r5, 1;
     {address("%rd4", "out", "%r1", 4)} st.global.u32 [%rd4], %r5; griddepcontrol.wait;
 """
 TOP = ".shared .align 8 .b8 bar[8]; .shared .align 128 .b8 tile[128];"
@@ -42,11 +42,11 @@ def test_dependents_give_way_to_what_they_wait_for(how, mode, dependents, emulat
     """All CTAs of a GPU poll. The number of instructions shows the time that polling takes."""
     emulator.options.dependents, emulator.options.max_instructions = dependents, 60_000
     x = zeros(32) + 6
-    made, out, count = zeros(32 * CTAS), zeros(32 * CTAS), zeros(1)
+    data, out, count = zeros(32 * CTAS), zeros(32 * CTAS), zeros(1)
     with in_flight():
-        run(kernel("u64 x, u64 made, u64 count", MAKE, TOP), x, made, count, ctas=CTAS)
-        use = kernel("u64 made, u64 count, u64 out", USE.replace("HOW", how))
-        run(use, made, count, out, ctas=CTAS, programmatic=True)
+        run(kernel("u64 x, u64 data, u64 count", MAKE, TOP), x, data, count, ctas=CTAS)
+        use = kernel("u64 data, u64 count, u64 out", USE.replace("HOW", how))
+        run(use, data, count, out, ctas=CTAS, programmatic=True)
     assert (out == 7).all()
     assert [report.hazards for report in emulator.reports] == [[], []]
 

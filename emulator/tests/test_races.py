@@ -261,9 +261,9 @@ END:
 def handover(publish: str = PUBLISH, wait: str = AWAIT, body: str = HANDOVER) -> set[str]:
     body = body.replace(PUBLISH, publish).replace(AWAIT, wait)
     x, out = zeros(65), zeros(64)
-    found = hazards(body, x, out, parameters="u64 x, u64 out", threads=64, ctas=2)
+    kinds = hazards(body, x, out, parameters="u64 x, u64 out", threads=64, ctas=2)
     assert torch.equal(out, torch.arange(100, 164).int())
-    return found
+    return kinds
 
 
 STORE, LOAD = "@%p0 st.{}.global.u32 [%rd2], 1;", "SPIN: @%p0 ld.{}.global.u32 %r7, [%rd2];"
@@ -377,7 +377,7 @@ def test_each_lane_publishes_its_own(publish):
 
 
 def test_the_last_fence_counts():
-    """With two fences, a relaxed store publishes the accesses before the second one."""
+    """A relaxed store after two fences publishes the accesses before the second one."""
     body = "fence.acq_rel.gpu;" + HANDOVER
     assert handover("@%p0 fence.acq_rel.gpu;" + STORE.format("relaxed.gpu"), body=body) == set()
 

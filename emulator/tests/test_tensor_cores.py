@@ -128,10 +128,10 @@ def test_registers_in_flight(touch, mode):
     assert run_on_warpgroup(started + touched + done, *arguments)[1] == {"wgmma-register-in-flight"}
     # A wait that omits the group, and a wait without a commit.
     for wait in (DONE.format(1), ""):
-        found = run_on_warpgroup(started + wait + touched + done, *arguments)[1]
-        assert found == {"wgmma-register-in-flight"}
-    found = run_on_warpgroup(started.replace(COMMIT, "") + done + touched, *arguments)[1]
-    assert found == {"wgmma-register-in-flight"}
+        hazards = run_on_warpgroup(started + wait + touched + done, *arguments)[1]
+        assert hazards == {"wgmma-register-in-flight"}
+    hazards = run_on_warpgroup(started.replace(COMMIT, "") + done + touched, *arguments)[1]
+    assert hazards == {"wgmma-register-in-flight"}
 
 
 @pytest.mark.parametrize("written", ["add.f32 %f1, %f20, %f20;", "add.u32 %r43, %r0, 1;"])
@@ -150,7 +150,7 @@ def test_registers_without_a_fence(written, mode):
 
 
 def test_an_accumulator_of_another_shape(mode):
-    """It is the same accumulator, but the hardware orders only WGMMAs of one shape."""
+    """The accumulator is the same, but the hardware orders only WGMMAs of one shape."""
     a, b, _ = operands(16, n=16)
     wide = multiply(0, FRAGMENT, add="%p4").replace("n8k", "n16k")
     wide = wide.replace("%f3}", "%f3, %f4, %f5, %f6, %f7}")

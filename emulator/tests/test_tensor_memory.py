@@ -59,7 +59,7 @@ END:
 """Warp 0 multiplies, warp 1 reads the result, warp 0 overwrites it."""
 
 
-def found(body: str) -> set[str]:
+def hazards(body: str) -> set[str]:
     """Return the kinds of hazards, and the error that ends the kernel."""
     text, error = kernel("u64 x", body, TOP, target="sm_100a"), set()
     try:
@@ -86,34 +86,34 @@ def through_the_cluster(body: str) -> str:
 @pytest.mark.parametrize("semantics", [str, relaxed, through_the_cluster])
 def test_an_accumulator_is_handed_over(semantics, mode):
     """The handover of the PTX ISA. With the fences, relaxed waits order tcgen05 operations, too."""
-    assert found(semantics(HANDOVER)) == set()
+    assert hazards(semantics(HANDOVER)) == set()
 
 
 @pytest.mark.parametrize("without", [f"{AFTER} // reused", f"{AFTER} // read", BEFORE])
 def test_without_one_fence(without, mode):
-    assert found(HANDOVER.replace(without, "")) == {"missing-tcgen05-fence"}
-    assert found(relaxed(HANDOVER).replace(without, "")) == {"tmem-race"}
+    assert hazards(HANDOVER.replace(without, "")) == {"missing-tcgen05-fence"}
+    assert hazards(relaxed(HANDOVER).replace(without, "")) == {"tmem-race"}
 
 
 def test_what_needs_no_fence(mode):
     """tcgen05.commit is a fence for its thread; a warp needs none for its own completed loads."""
     commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r20+8];"
-    assert found(HANDOVER.replace(BEFORE, "").replace(ARRIVE, commit)) == set()
+    assert hazards(HANDOVER.replace(BEFORE, "").replace(ARRIVE, commit)) == set()
     own = f"""
     {SETUP} @!%p0 bra END; {MULTIPLIED} mov.u32 %r4, %r30; {LOAD}
     {MULTIPLY.format(barrier="%r20+8")} {wait("%r20+8", "LAST")} {FREE}
 END:
     """
-    assert found(own) == set()
+    assert hazards(own) == set()
 
 
 def test_a_fence_after_the_operation_is_too_late(mode):
     late = HANDOVER.replace(f"{AFTER} // read", "").replace(
         "tcgen05.wait::ld", AFTER + "tcgen05.wait::ld"
     )
-    assert found(late) == {"missing-tcgen05-fence"}
+    assert hazards(late) == {"missing-tcgen05-fence"}
     early = HANDOVER.replace(LOAD, "").replace(BEFORE, BEFORE + LOAD)
-    assert found(early) == {"missing-tcgen05-fence"}
+    assert hazards(early) == {"missing-tcgen05-fence"}
 
 
 def test_a_wait_after_the_load_is_too_late(mode):
@@ -121,7 +121,7 @@ def test_a_wait_after_the_load_is_too_late(mode):
     load, _, done = LOAD.partition(";")
     late = HANDOVER.replace(f"{AFTER} // read\n    {LOAD}", f"{AFTER} {done}")
     late = late.replace("READER:", f"READER: add.u32 %r4, %r30, {32 << 16}; {load};")
-    assert "tmem-race" in found(late)
+    assert "tmem-race" in hazards(late)
 
 
 def test_allocated_memory_is_used_by_others(mode):
@@ -135,11 +135,11 @@ def test_allocated_memory_is_used_by_others(mode):
     @%p0 bra WAITS; {AFTER} {store} {BEFORE}
 WAITS: bar.sync 0; @%p0 {FREE}
     """
-    assert found(body) == set()
-    assert found(body.replace(AFTER, "")) == {"missing-tcgen05-fence"}
+    assert hazards(body) == set()
+    assert hazards(body.replace(AFTER, "")) == {"missing-tcgen05-fence"}
     # The deallocation needs no fence, either.
-    assert found(body.replace(BEFORE, "")) == set()
-    at_once = found(body.replace("WAITS: bar.sync 0;", "WAITS:"))
+    assert hazards(body.replace(BEFORE, "")) == set()
+    at_once = hazards(body.replace("WAITS: bar.sync 0;", "WAITS:"))
     assert at_once & {"tmem-dealloc-in-flight", "not allocated"}
 
 
@@ -152,14 +152,14 @@ WAITS: bar.sync 0; @%p0 {FREE}
     ids=["an MMA", "a load"],
 )
 def test_freed_while_work_is_in_flight(work, waited, mode):
-    """In the mode eager the work is complete at the deallocation, but nothing orders it."""
+    """The work is complete at the deallocation in the mode eager, but nothing orders it."""
     body = f"{SETUP} @!%p0 bra END; {work} {FREE}\nEND:"
-    assert found(body) == set()
-    assert "tmem-dealloc-in-flight" in found(body.replace(waited, ""))
+    assert hazards(body) == set()
+    assert "tmem-dealloc-in-flight" in hazards(body.replace(waited, ""))
 
 
 def test_a_cta_ends_while_an_mma_is_in_flight(mode):
-    ended = found(f"{SETUP} @!%p0 bra END; {MULTIPLY.format(barrier='%r20')}\nEND:")
+    ended = hazards(f"{SETUP} @!%p0 bra END; {MULTIPLY.format(barrier='%r20')}\nEND:")
     in_flight = set() if mode == "eager" else {"exit-with-tcgen05-in-flight"}
     assert ended == {"tmem-not-deallocated"} | in_flight
 

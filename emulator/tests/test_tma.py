@@ -209,12 +209,12 @@ END:
     """  # fmt: skip
     x = zeros(32, 4)
 
-    def found(body: str) -> set[str]:
+    def hazards(body: str) -> set[str]:
         text, cluster = kernel("map m", body, TOP), {"ctas": 2, "cluster": (2, 1, 1)}
         return run_with(x, text, tensor_map(x, (32, 4)), **cluster).hazard_kinds()
 
-    assert found(body) == {"exited-cta"}
-    assert found(body.replace("@%p2 bra END; // not for the copy", "")) == set()
+    assert hazards(body) == {"exited-cta"}
+    assert hazards(body.replace("@%p2 bra END; // not for the copy", "")) == set()
 
 
 def test_a_cta_of_a_cluster_that_does_not_wait_for_its_own_copy():
@@ -228,23 +228,23 @@ def test_a_cta_of_a_cluster_that_does_not_wait_for_its_own_copy():
     """  # fmt: skip
     x = zeros(32, 4)
 
-    def found(body: str) -> set[str]:
+    def hazards(body: str) -> set[str]:
         text, cluster = kernel("map m", body, TOP), {"ctas": 2, "cluster": (2, 1, 1)}
         return run_with(x, text, tensor_map(x, (32, 4)), **cluster).hazard_kinds()
 
-    assert found(body) == set()
-    assert "exited-cta" in found(body.replace(wait, ""))
+    assert hazards(body) == set()
+    assert "exited-cta" in hazards(body.replace(wait, ""))
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "hazard"),
     [
         (("fence.proxy.async.shared::cta;", ""), "missing-proxy-fence"),
         (("@%p0 cp.async.bulk.wait_group.read 0;", ""), "exit-before-bulk-read"),
         (("@%p0 cp.async.bulk.commit_group;", ""), "bulk-not-committed"),
     ],
 )
-def test_stores_that_are_not_waited_for(change, found, emulator):
+def test_stores_that_are_not_waited_for(change, hazard, emulator):
     emulator.options.mode = "lazy"
     body = (
         STORE + "@%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {0, 0}], [%r21];"
@@ -253,7 +253,7 @@ def test_stores_that_are_not_waited_for(change, found, emulator):
     x = zeros(32, 4)
     assert change[0] in body
     broken = kernel("map m", body.replace(*change), TOP)
-    assert found in run_with(x, broken, tensor_map(x, (32, 4))).hazard_kinds()
+    assert hazard in run_with(x, broken, tensor_map(x, (32, 4))).hazard_kinds()
 
 
 def test_expecting_too_few_bytes():
