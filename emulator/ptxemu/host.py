@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from . import build, engine, fakecuda, noise
 from .engine import EmulationError
 from .memory import Range, ranges

@@ -82,9 +82,9 @@ def test_a_tracer_sees_what_was_called(how):
     traced = make_fx(made, **how)(torch.zeros(3))
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
     assert called == ["aten.empty_like.default", "aten.new_empty.default", "aten.add.Tensor"]
-    held = set(host.ranges)
+    held = set(ranges)
     make_fx(lambda x: x.cuda() + torch.empty(3, device="cuda"), **how)(torch.zeros(3))
-    assert set(host.ranges) == held, "none at address 0"
+    assert set(ranges) == held, "none at address 0"
 
 
 def test_a_transform_s_tensors_have_no_memory():
