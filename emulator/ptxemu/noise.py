@@ -40,7 +40,7 @@ def next_seed() -> int:
 
 
 def fill(address: int, size: int) -> None:
-    """Fill bytes of memory; without torch's operations, which a tracer would see."""
+    """Fill bytes of memory, without torch's operations: a tracer would see them."""
     global _block
     if _block is None:
         _block = ctypes.create_string_buffer(_random.randbytes(2 * BLOCK), 2 * BLOCK)
@@ -50,7 +50,7 @@ def fill(address: int, size: int) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """True unless it is sparse, a tracer's, or of another device."""
+    """Return False for a sparse tensor, a tracer's, and one on another device."""
     return tensor.device.type == "cpu" and not torch._C._dispatch_isTensorSubclassLike(tensor)
 
 

@@ -496,8 +496,8 @@ NO_SHAPE = (AttributeError, ValueError, RuntimeError)
 
 
 def _refuse_shape(*expected: tuple[str, Any, str]) -> NoReturn:
-    """Raise a ValueError for the first argument that is no dense tensor of so many dimensions, of
-    names, arguments and dimensions."""
+    """Raise a ValueError for the first argument that is no dense tensor of its dimensions. Each is
+    a name, the argument and its dimensions."""
     for name, tensor, dims in expected:
         dense = isinstance(tensor, torch.Tensor) and not tensor.is_nested
         if not dense or tensor.dim() != dims.count(",") + 1:

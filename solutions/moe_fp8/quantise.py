@@ -53,7 +53,7 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_floating(argument: Any) -> bool:
-    """True if it is a tensor of floating-point numbers."""
+    """Return True for a tensor of floating-point numbers."""
     return isinstance(argument, torch.Tensor) and argument.is_floating_point()
 
 

@@ -259,7 +259,7 @@ def test_rows_that_lie_by_expert_are_not_gathered() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64, 512])
 def test_configs_are_those_of_all_experts_rows(rows) -> None:
-    """Of an expert's rounded up to a power of two; so wide that the layer gathers none."""
+    """An expert's rows are rounded up to a power of two. No layer so wide gathers rows."""
     shape, cpu = MoeShape(32, 32, 2048, 768, 1, 1, 1, "given"), torch.device("cpu")
     chosen = BatchedLayer(shape).chosen(rows, cpu)
     assert chosen == FusedLayer(shape).chosen(32 * rows, cpu)

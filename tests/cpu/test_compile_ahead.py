@@ -147,7 +147,7 @@ def test_of_processes_that_prepare_at_once_one_compiles(geometries, monkeypatch,
 
 @pytest.fixture
 def gpu(monkeypatch) -> SimpleNamespace:
-    """What `prepare` does on GPUs: number `index` is the tensors'."""
+    """The kernels that `prepare` compiles and launches, with the tensors on GPU `index`."""
 
     def on_gpu(function, *arguments, **options):
         layer, inputs, out = call_of(function, *arguments, **options)

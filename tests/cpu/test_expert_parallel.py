@@ -200,7 +200,7 @@ def test_it_takes_what_the_layer_takes(alone, with_buffer, form):
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_dtensor_is_refused_by_name(alone, name):
-    """Its shape is that of all ranks' parts together, and it has no address."""
+    """A DTensor has the shape of all ranks' parts together, and no address."""
     given = dict(zip(TENSORS, given_to(0, 1, 9), strict=True))
     mesh = init_device_mesh("cpu", (1,))
     given[name] = DTensor.from_local(given[name], mesh, [Replicate()])

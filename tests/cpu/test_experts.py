@@ -114,7 +114,7 @@ def test_the_bits_of_the_layer_with_its_routing(tokens, accurate):
 
 
 def test_experts_that_move_between_calls():
-    """By another map, and by another one written over it."""
+    """The map is another tensor, or another map was written over it."""
     call, placed = call_of(23), random_map()
     for turn in range(3):
         moved = placed.roll(3) if turn == 1 else placed.copy_(placed.roll(turn))
@@ -495,8 +495,8 @@ def test_what_the_layer_with_its_routing_refuses(changes, message):
 
 @pytest.mark.parametrize("apart", [1, 0, -1])
 def test_an_output_between_the_lines_of_scales_that_lie_apart(apart):
-    """They reach further than they have elements: 20 bytes from line to line 4 KB apart, and the
-    output is past the first one's. Behind the last element it has memory of its own."""
+    """Scales reach further than they have elements: 20 bytes from line to line 4 KB apart, and the
+    output is past the first line's. Behind the last element it has memory of its own."""
     call, floats = call_of(5), 5 * SHAPE.hidden_size // 2
     room = torch.zeros(2 * floats + 64, dtype=torch.float32)
     scale = room.as_strided((2, 5), (floats + 16, 1))

@@ -197,7 +197,7 @@ def batched(rows: int = TOKENS, expected_m: int = 3, **changed) -> tuple[Batched
 
 
 def strided(scales: torch.Tensor) -> torch.Tensor:
-    """On the GPU as far as it is looked at, but for its strides and its bits."""
+    """The tensor as on a GPU; its strides and its bits are real."""
     scales.data_ptr, scales.get_device = (lambda: 2**50), (lambda: 0)
     return scales
 
@@ -275,7 +275,7 @@ def test_an_output_in_an_inputs_memory_is_validated(make, arguments, called):
 
 @pytest.mark.parametrize(("make", "arguments"), LAYERS.values(), ids=LAYERS)
 def test_a_tensor_without_an_address_is_validated(make, arguments, called):
-    """As a DTensor is, of whose memory the compiled function asks nothing."""
+    """A DTensor has none, and the compiled function does not ask for one."""
     layer, (inputs, output) = make(), arguments()
     layer(inputs, output)
     tensors = [x for x in (*inputs, output) if hasattr(x, "data_ptr")]

@@ -143,7 +143,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 @LAYERS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_beside_tokens_of_a_subclass_what_is_wrong_is_named(layer, change):
-    """An operator would not name it."""
+    """The operator would not name the argument."""
     given, what = tensors(), tokens_of(layer)
     given[what] = torch.nn.Parameter(given[what], requires_grad=False)
     assert torch.equal(layer(given), layer(tensors()))

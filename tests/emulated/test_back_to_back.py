@@ -40,7 +40,7 @@ LAYERS: dict[str, Callable[[int], Call]] = {
     "by expert": lambda rows: call_by_expert(rows, torch.float8_e4m3fn),
     "by expert, bf16": lambda rows: call_by_expert(rows, torch.bfloat16),
 }
-"""By their first kernel; calls of so many tokens, or rows of each expert."""
+"""Each layer's call of a number of tokens, or of rows of each expert."""
 FIRST = 41
 NAME = "8 swapped, early"
 

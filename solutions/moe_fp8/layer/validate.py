@@ -77,7 +77,7 @@ def tensors_of(form: Form) -> Callable[[Inputs], tuple[Any, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output") -> Signature:
-    """What is expected of `tensors_of` and of the output."""
+    """Return what is expected of `tensors_of` and of the output."""
     given = shape.routing == "given"
     kind = BatchedInputs if form.batched else RoutedInputs if given else MoeInputs
     names = kind._fields
