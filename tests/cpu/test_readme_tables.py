@@ -122,6 +122,11 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     assert "latency.png of" in (said := call("readme_tables", "--check").stdout)
     assert "missing" in said
     assert page.read_text() == written, "a check writes nothing"
+    third = record(copy.parent / "third", [trace(FLAT, 7, 1.0)])
+    assert call("readme_tables", "--record", third).returncode == 0
+    named = [generated.RECORD.findall(path.read_text()) for path in (page, other)]
+    said = [[Path(path).name for path in found] for found in named]
+    assert said == [["third"], ["small", "third"]], "in place of that of the README alone"
 
 
 def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
@@ -185,6 +190,27 @@ def test_which_sources_have_changed_is_said(tmp_path: Path, monkeypatch) -> None
     assert said.count("Since this measurement the source of flat has changed.") == 1
 
 
+def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:
+    bit = {"subject": FLAT, "part": "again", "compared": 7, "differ": 1}
+    bits = [bit | {"hash": "1", "tokens": 7, "largest": 1e-3},
+            bit | {"hash": "2", "tokens": 80, "largest": 0.5}]  # fmt: skip
+    traces = [trace(FLAT, 7, 1.0, libs={"solution_hash": "1"})]
+    text = made(read(record(tmp_path, traces, measurement("bits", bits))), "invariance")
+    assert ", T=7. Where not" in text and "difference of any token is 1.0e-03." in text
+
+
+def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
+    case = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "part": "decode", "size": 1,
+            "unit": "ms a step", "spread": 0.01}  # fmt: skip
+    rows_of = [
+        case | {"subject": subject, "engine": engine, "engine_version": "1", "value": ms}
+        for subject, engine, ms in (("engine", "vllm", 3.0), ("ours", "sglang", 2.0))
+    ]
+    recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("served", rows_of)))
+    text = made(recorded, "served_gains")
+    assert "GPU A, 2026-01-02, sglang 1, vllm 1, random weights" in text and "1.50x" in text
+
+
 def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
     figures = {"clock": "device", "value": 0.1}, {"error": "no|room"}, {"error": "no|room"}
     same = {"subject": FLAT, "active": 7, "pairs": 7, "roofline": 0.05}
@@ -209,7 +235,13 @@ def gemms(
     *subjects: tuple[str, float], n: int = 4096, k: int = 7168, length: int = 7
 ) -> list[dict]:
     """Rows of one GEMM: subjects with their us, of a peer 10.0 us."""
-    counts = {"experts": 32, "active": 20, "pairs": 40, "rows": 2.0, "tokens": length}
+    counts = {
+        "experts": 32,
+        "active": blocks.MANY_EXPERTS,
+        "pairs": 40,
+        "rows": 2.0,
+        "tokens": length,
+    }
     ours = [{"subject": name, "value": us, "peer": False} for name, us in subjects]
     peer = {"subject": "deepgemm", "value": 10.0, "peer": True}
     return [counts | {"n": n, "k": k, "roofline": 5.0, "read": 5.0} | row for row in (*ours, peer)]
