@@ -12,7 +12,7 @@ STREAM = re.compile(r"/dev/(?:fd/)?(stdout|stderr|\d+)")
 """What is open already."""
 OPEN = {"stdout": 1, "stderr": 2}
 LFS_POINTER = b"version https://git-lfs"
-"""What git-lfs leaves in the place of a file that it has not fetched begins so."""
+"""The first bytes of the pointer that git-lfs leaves in the place of a file not fetched."""
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -24,7 +24,7 @@ from scripts.common.command_line import UsageError, say
 
 FILE = "rows.jsonl"
 BEGINNINGS = (b'{"id": ', b'{"of": ', b'{"definition":')
-"""Of the lines that are written: measurements, rows, traces."""
+"""The first bytes of a line that is written: of a measurement, a row, a trace."""
 TIMES, BITS, ROOFLINE = "times", "bits", "roofline"
 """The measurements that follow a run of the benchmark, of its pairs, solutions and workloads."""
 ACCURACY = ("cosine", "calc_diff", "matched_ratios", "inputs_changed")

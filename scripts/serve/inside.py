@@ -38,7 +38,7 @@ def layers_of(directory: Path) -> list[list[float]]:
 
 
 def compilations(directory: Path) -> int:
-    """How many of our kernels all processes of an engine have compiled."""
+    """Return the number of our kernels that all processes of an engine have compiled."""
     return sum(int(made) for lines in reported(directory, "kernels") for made in lines)
 
 

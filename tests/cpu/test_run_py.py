@@ -502,7 +502,7 @@ def imported(path: Path, in_all: bool) -> set[str]:
 
 
 FOLDERS = "common, data, pack, measure serve, table, report submit, programs"
-"""Of scripts/, each importing those before it (docs/contributing.md)."""
+"""The folders of scripts/: each imports those before it (docs/contributing.md)."""
 
 
 def test_no_module_of_the_programs_imports_one_that_imports_it() -> None:
