@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
-from moe_fp8.functional import fused_moe
-from moe_fp8.layer.metrics import calc_diff
+from moe_fp8 import deep_ep_buffer, expert_parallel_moe, fused_moe
 
 DEEPSEEK_V3, REDUCED = (256, 7168, 2048), (16, 256, 128)
 """Experts, hidden size, intermediate size."""
@@ -50,6 +48,12 @@ def tokens_of(rank: int, tokens: int, experts: int, h: int, device: Any) -> list
     x = torch.randn(tokens, h, device=device).to(torch.float8_e4m3fn)
     logits = torch.randn(tokens, experts, device=device)
     return [logits, x, torch.rand(h // 128, tokens, device=device)]
+
+
+def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """`1 - 2 <x, ref> / (<x, x> + <ref, ref>)`, 0 for equal tensors."""
+    x, ref = x.double().flatten(), ref.double().flatten()
+    return 1.0 - 2.0 * float(x.dot(ref)) / float(x.dot(x) + ref.dot(ref))
 
 
 def slowest_ms(call: Any, device: torch.device) -> float:

@@ -7,8 +7,7 @@ float32. Without a GPU it runs on the model in plain torch.
 """
 
 import torch
-from moe_fp8.functional import fused_moe
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8 import fused_moe, quantise_blocks, quantise_rows
 from torch import nn
 
 

@@ -3,10 +3,8 @@
 from typing import Any
 
 import torch
-from moe_fp8.layer.model import activated
-from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import Swiglu
-from moe_fp8.quantise import quantise_rows
+from moe_fp8.call import BLOCK, Swiglu
+from moe_fp8.reference import activated, quantise_rows
 
 LARGEST_DIFF = 2e-3
 """calc_diff to the reference in float32 of an output that is right; an intermediate in FP8 alone

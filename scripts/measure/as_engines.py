@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from flashinfer_bench.compile import BuilderRegistry
 from moe_fp8 import experts, fused_moe
-from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import MoeInputs, MoeShape
-from moe_fp8.quantise import quantise_rows
+from moe_fp8.call import BLOCK, MoeInputs, MoeShape
+from moe_fp8.reference import quantise_rows
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import MoeDefinition

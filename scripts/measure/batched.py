@@ -18,8 +18,8 @@ import triton.language as tl
 from moe_fp8 import batched_experts
 from moe_fp8.baselines.deepgemm_device import RECIPE, REQUIREMENT
 from moe_fp8.baselines.requirement import require
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.numerics import BLOCK
+from moe_fp8.call import BLOCK
+from scripts.common.metrics import calc_diff
 
 from scripts.common.command_line import UsageError
 from scripts.common.float32_experts import LARGEST_DIFF, in_float32

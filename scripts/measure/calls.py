@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from flashinfer_bench.data import Definition, Solution
 from moe_fp8 import experts
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.reference import choose_experts
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition

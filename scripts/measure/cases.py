@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from flashinfer_bench.data import Definition, RandomInput, ScalarInput, TraceSet, Workload
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs, MoeShape
 
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, MoeDefinition, build_definition
 from scripts.data.dataset import Inputs, load, make_missing_workloads, tokens

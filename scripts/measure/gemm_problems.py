@@ -151,8 +151,8 @@ def counted(
     uuid: str, logits: Any, bias: Any, offset: int, factor: float, layer: MoeDefinition
 ) -> Histogram:
     """Of the layer's routing of these logits."""
-    from moe_fp8.layer.routing import choose_experts
-    from moe_fp8.problem import MoeShape
+    from moe_fp8.call import MoeShape
+    from moe_fp8.reference import choose_experts
 
     bias = None if bias is None else bias.cpu()
     ids, _ = choose_experts(logits.cpu(), bias, factor, MoeShape(**layer.shape))

@@ -2,22 +2,22 @@
 peer's, and readings of the weights; and whether an output is right."""
 
 import functools
-import importlib
 import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.rows import flat_rows
-from moe_fp8.numerics import TMA_ROWS
-from moe_fp8.problem import DEEPSEEK_V3, GroupedRows
+from moe_fp8 import reference
+from moe_fp8.call import DEEPSEEK_V3, TMA_ROWS
+from moe_fp8.ladder import steps
+from moe_fp8.ladder.v3_clustered import counted_configs
+from moe_fp8.ladder.v4_flat import flat_configs
+from moe_fp8.reference import flat_rows
 
 from scripts.common.command_line import say
+from scripts.common.metrics import calc_diff
 from scripts.common.project import PREFIX
 from scripts.measure import gpu
 from scripts.measure.gemm_problems import BLOCK, LAYER_SHAPES, SOLUTIONS, Problem, padded
@@ -184,7 +184,7 @@ def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Va
         operands = (placed.a, placed.a_scale, x.b, x.b_scale)
 
         def run(out: torch.Tensor) -> None:
-            kernels.grouped_gemm(*operands, out, placed.rows, config=config)
+            steps.grouped_gemm(*operands, out, placed.rows, config=config)
 
         return Timed(run, [placed.out], rows=placed.index)
 
@@ -198,7 +198,7 @@ class Checker:
         x = self.operands = operands
         self.expected = torch.empty_like(x.out)
         rows = flat_rows(x.m_indptr)
-        model.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, self.expected, rows, None)
+        reference.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, self.expected, rows)
 
     def calc_diff(self, variant: Variant) -> float:
         """The largest of an expert's rows; infinite where any row was not written."""
@@ -216,19 +216,14 @@ class Checker:
 
 
 def shipped(name: str, problem: Problem) -> Any:
-    """The config that the solution launches for one of the layer's GEMMs on a workload's rows: its
-    placement is called as in a call of the layer, with the rows that the routing would give it."""
-    layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
-    rows = torch.tensor(problem.rows)
-    grouped = GroupedRows(
-        token_of_row=None,
-        m_indptr=torch.cat([rows.new_zeros(1), rows.cumsum(0)]).int(),
-        pair_row=torch.full((problem.tokens or 0, layer.shape.top_k), -1, dtype=torch.int32),
-        weights=torch.empty(0),
+    """Return the config that the solution launches for one of the layer's GEMMs on a workload."""
+    choose = gpu.architecture().choose
+    config1, config2 = (
+        flat_configs(problem.tokens or 0, DEEPSEEK_V3, choose)
+        if name == "flat"
+        else counted_configs(list(problem.rows), DEEPSEEK_V3, choose)
     )
-    placed = replace(layer, choose=gpu.architecture().choose).placed(grouped)
-    first = (problem.n, problem.k) == LAYER_SHAPES["gemm1"]
-    return placed.config1 if first else placed.config2
+    return config1 if (problem.n, problem.k) == LAYER_SHAPES["gemm1"] else config2
 
 
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:

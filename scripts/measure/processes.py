@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from moe_fp8.compile_ahead import end_with_parent
+from moe_fp8.serving.prepare import end_with_parent
 
 from scripts.common.command_line import leave_ending_to_parent
 

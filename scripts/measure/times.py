@@ -16,7 +16,7 @@ import torch
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
-from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
+from scripts.common.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import steps
 from scripts.common.project import ACCURACY_TOLERANCES

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moe_fp8.layer.fused import FusedLayer
-from moe_fp8.problem import MoeShape
+from moe_fp8.call import MoeShape
+from moe_fp8.layer import FusedLayer
 
 from scripts.common.command_line import steps
 from scripts.data.rows import Writer

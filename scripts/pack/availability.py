@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_fp8.closure import PACKAGE
+from moe_fp8.cache import PACKAGE
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 

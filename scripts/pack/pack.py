@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from moe_fp8.closure import PACKAGE, ClosureError, import_closure
+from moe_fp8.cache import PACKAGE, ClosureError, import_closure
 
 from scripts.common import files
 from scripts.common.command_line import Failure, UsageError
@@ -33,8 +33,6 @@ DEFAULTS = {
 }
 """What SOLUTION need not say: that of the solutions on this project's own kernels."""
 KEYS = {"name", *DEFAULTS, "routings", "clamps", "rows"}
-CALLS = Path("layer") / "calls.py"
-"""Makes `run` of a layer and a shape."""
 
 ENTRY_FILE = "main.py"
 ENTRY = string.Template('''\
@@ -82,9 +80,10 @@ $run
 RUN = 'run = importlib.import_module(f"{load_package()}.$module").run'
 RUN_AT_SHAPE = """\
 PACKAGE = load_package()
-run = importlib.import_module(f"{PACKAGE}.layer.calls").run_of(
-    importlib.import_module(f"{PACKAGE}.$module").LAYER,
-$shape)"""
+call = importlib.import_module(f"{PACKAGE}.call")
+shape = call.MoeShape(
+$shape)
+run = call.run_of(importlib.import_module(f"{PACKAGE}.$module").layer_at(shape), shape)"""
 
 
 class PackError(Failure):
@@ -157,7 +156,7 @@ def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[G
 
 def entry_file(name: str, where: Path, shape: dict[str, Any] | None) -> str:
     """The source of an entry file whose `run` is that of the module at `where` in the package that
-    lies beside it; with a `shape` that of its layer there."""
+    lies beside it; with a `shape` the one of its layer at that shape."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in (shape or {}).items())
     run = string.Template(RUN_AT_SHAPE if shape else RUN)
     module = ".".join(where.with_suffix("").parts)
@@ -175,8 +174,6 @@ def pack(generation: Generation) -> bytes:
     shape = definition.packed_shape
     try:
         files = import_closure(generation.path, root)
-        if shape:
-            files = sorted({*files, *import_closure(root / CALLS, root)})
     except ClosureError as error:
         raise PackError(f"{generation.name}: {error}") from None
     metadata, where = generation.metadata, generation.path.relative_to(root)

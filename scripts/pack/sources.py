@@ -12,25 +12,32 @@ from typing import TYPE_CHECKING
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.project import PREFIX, short_name
+from scripts.pack import machine_code
 from scripts.pack.pack import PackError, generations, pack
 
 if TYPE_CHECKING:
+    from flashinfer_bench.data import Solution
+
     from scripts.data.rows import Rows
 
 
 @functools.cache
-def current(definition: Entry = DEFAULT) -> dict[str, str]:
-    """The hash of every solution of a definition as it would be packed now."""
+def packed(definition: Entry = DEFAULT) -> "dict[str, Solution]":
+    """Return every solution of a definition as it would be packed now."""
     from flashinfer_bench.data import Solution
 
     try:
-        packed = {
+        return {
             g.name: Solution.model_validate_json(pack(g))
             for g in generations(definition=definition)
         }
     except (PackError, SyntaxError) as error:
         raise UsageError(f"the present sources cannot be packed: {error}") from None
-    return {name: solution.hash() for name, solution in packed.items()}
+
+
+def current(definition: Entry = DEFAULT) -> dict[str, str]:
+    """Return the hash of every solution of a definition as it would be packed now."""
+    return {name: solution.hash() for name, solution in packed(definition).items()}
 
 
 def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str:
@@ -44,7 +51,7 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
         name: set(was) for name, was in hashes.items() if name in now or name.startswith(PREFIX)
     }
     unknown = _names(n for n, was in ours.items() if "" in was)
-    others = [n for n, was in ours.items() if "" not in was and was != {now.get(n)}]
+    others = [n for n, was in ours.items() if "" not in was and not _as_measured(n, was, now)]
     changed = _names(others)
     said = []
     if len(others) > 1 and len(others) == len(hashes):
@@ -55,6 +62,17 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
     if unknown:
         said.append(f"It is not known which sources of {_list(unknown)} were measured.")
     return " ".join(said)
+
+
+def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> bool:
+    """True if a solution's sources are those of these hashes, or give the same machine code."""
+    if was == {now.get(name)}:
+        return True
+    for definition in TABLE:
+        if solution := packed(definition).get(name):
+            texts = [source.content for source in solution.sources]
+            return all(machine_code.unchanged(name, old, texts) for old in was)
+    return False
 
 
 def _names(solutions: Iterable[str]) -> list[str]:

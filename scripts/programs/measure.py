@@ -4,7 +4,6 @@
     python3 run.py measure bits
     python3 run.py measure roofline
     python3 run.py measure kernels --workloads 80           of fused, or of other --solutions
-    python3 run.py measure stages --tokens 1024 2048
     python3 run.py measure sweep                            T = 1, 2, 4 ... 16384
     python3 run.py measure sweep --as engines
     python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
@@ -110,17 +109,17 @@ REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medi
 ON_CPU = ("times", "bits")
 OF_A_RUN = ("times", "bits", "roofline")
 TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
-REPEATS = {"stages": 50, "tune_layer": 10}
+REPEATS = {"tune_layer": 10}
 TUNED_TOKENS = (1, 80, 320, 901, 2048, 4096, 14107)
 """Every pair that a heuristic picks for the default layer it picks for one of these."""
 OPTIONS = {
     "definition": ("times", "bits", "roofline", "kernels", "sweep", "tune_layer"),
     "run": OF_A_RUN,
-    "solutions": ("times", "bits", "kernels", "stages", "sweep"),
+    "solutions": ("times", "bits", "kernels", "sweep"),
     "run_foreign": (*OF_A_RUN, "kernels", "sweep"),
     "workloads": ("times", "bits", "kernels"),
     "max_tokens": ("times",),
-    "tokens": ("stages", "sweep", "gemm", "tune_layer"),
+    "tokens": ("sweep", "gemm", "tune_layer"),
     "form": ("sweep",),
     "eager": ("kernels",),
     "only_call": ("kernels",),
@@ -146,8 +145,8 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     add("--run", type=Path, metavar="DIR", help="times, bits, roofline: add to this run of bench")
     add("--out", type=Path, metavar="FILE", help="append all figures there")
-    add("--repeats", type=whole(1), help="timed calls of each kind (20; stages 50, tune_layer 10)")
-    said = "stages (1024 2048), sweep (1 2 4 ... 16384), gemm --layers, tune_layer (1 ... 14107)"
+    add("--repeats", type=whole(1), help="timed calls of each kind (20; tune_layer 10)")
+    said = "sweep (1 2 4 ... 16384), gemm --layers, tune_layer (1 ... 14107)"
     add("--tokens", nargs="+", type=whole(1), metavar="T", help=said)
     said = "sweep: what is called, the definition's solutions or what engines call"
     add("--as", dest="form", choices=("definition", "engines"), help=said)
@@ -308,23 +307,6 @@ def kernels(args: argparse.Namespace) -> Shown:
                 yield title, pivots.kernels_table(into.result, s.name, h.uuid)
 
 
-def stages(args: argparse.Namespace) -> Shown:
-    from scripts.measure import stages
-    from scripts.measure.cases import Problems
-    from scripts.table import pivots
-
-    timing = "CUDA events between the stages, L2 overwritten"
-    layers = stages.load_layers(args.solutions)
-    problems = Problems(args.local, args.device, args.seed, args.definition[0])
-    into = writer(args, "stages", timing)
-    yield into
-    text = f"T={{}}: {', '.join(layers)}".format
-    for length in steps(args.tokens or (1024, 2048), text, lambda t: 4000 + t):
-        stages.measure(into, layers, problems, length, args.repeats)
-        f = into.result.frame("stages")
-        yield f"T={length}, median ms ({timing})", pivots.stages_table(f[f.tokens == length])
-
-
 def sweep(args: argparse.Namespace) -> Shown:
     from scripts.measure import calls, gpu
     from scripts.measure.cases import problems_of
@@ -412,8 +394,7 @@ def tune_layer(args: argparse.Namespace) -> Shown:
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace], Shown]] = {
-    of.__name__: of
-    for of in (times, bits, roofline, kernels, stages, sweep, gemm, batched, tune_layer)
+    of.__name__: of for of in (times, bits, roofline, kernels, sweep, gemm, batched, tune_layer)
 }
 
 

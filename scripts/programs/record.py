@@ -48,7 +48,6 @@ STEPS = (
     ("sweep", "measure sweep --out DIR/rows.jsonl", False),
     ("sweep_engines", "measure sweep --as engines --out DIR/rows.jsonl", False),
     ("models", f"measure sweep --definition {MODEL_NAMES} --out DIR/rows.jsonl", False),
-    ("stages", "measure stages --tokens 1 80 901 14107 --out DIR/rows.jsonl", False),
     ("kernels", "measure kernels --workloads T=1 T=80 T=901 T=14107 --out DIR/rows.jsonl", False),
     ("gemm_layers", "measure gemm --layers --out DIR/rows.jsonl", False),
     ("gemm_study", "measure gemm --grid study --out DIR/rows.jsonl", False),

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: ranking, latency against the roofline, stages, GEMMs.
+"""One self-contained HTML page of a run: ranking, latency against the roofline, GEMMs.
 
 python3 run.py report                                  # the latest run of bench
 python3 run.py report results/nvidia-h200/2026-11-25   # a recorded one

@@ -19,6 +19,7 @@ from scripts.common import files
 from scripts.common.command_line import UsageError
 from scripts.common.project import RESULTS_DIR, ROOT
 from scripts.common.text import printable
+from scripts.pack import machine_code
 from scripts.report.blocks import BLOCKS, relative
 from scripts.report.plots import image
 from scripts.report.report import Part, Picture
@@ -100,8 +101,9 @@ def generate(text: str, recorded: Recorded, folder: Path = ROOT) -> str:
 
 
 def data_hash(directory: Path) -> str:
+    """Return a digest of a record's measurements, which its digests of machine code are not."""
     digest = hashlib.sha256()
-    for path in sorted(directory.glob("[!.]*.json*")):
+    for path in sorted({*directory.glob("[!.]*.json*")} - {directory / machine_code.FILE}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 

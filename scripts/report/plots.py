@@ -1,4 +1,4 @@
-"""Figures of a run: latency over the workloads with the roofline, stages, grouped GEMMs.
+"""Figures of a run: latency over the workloads with the roofline, grouped GEMMs.
 
 matplotlib figures whose colours and grey background stand out on light and on dark pages.
 """
@@ -11,7 +11,6 @@ import pandas as pd
 
 from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth
-from scripts.common.schemas import TOTAL
 from scripts.common.text import printable
 from scripts.data.results import Clock
 from scripts.data.rows import Rows
@@ -20,7 +19,6 @@ from scripts.table.pivots import (
     called,
     compute_bound,
     fastest_first,
-    parts_of,
     peers_of,
     roofline_of,
     wide,
@@ -149,32 +147,6 @@ def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
     figure.legend(
         handles, labels, fontsize=9, loc="outside lower center", ncols=columns, frameon=False
     )
-
-
-def stages_figure(rows: Rows, name: str) -> "Figure":
-    """Stacked medians of the stages, a panel for each number of tokens; lines and figures are of
-    the whole calls."""
-    f = rows.frame(name)
-    title = f"Where the time of a call goes, {rows.measurements[name]['hardware']}"
-    height = 1.1 + 0.36 * f.subject.nunique()
-    figure, axes = new_figure(f.tokens.nunique(), title, height, grid="x")
-    stages = parts_of(f)[:-1]
-    for ax, (tokens, of) in zip(axes, f.groupby("tokens", sort=False), strict=True):
-        ms = of.pivot(index="part", columns="subject", values="value")[of.subject.unique()]
-        ms = ms.astype(float).rename(columns=short_name)
-        parts = ms.reindex(stages).fillna(0.0).rename(index=printable, columns=printable).T
-        style = {"width": 0.66, "color": COLOURS, "edgecolor": "#ffffff", "legend": False}
-        parts.plot.barh(ax=ax, stacked=True, fontsize=9, **style)
-        total = ms.reindex([TOTAL]).iloc[0]
-        for place, whole in enumerate(total):
-            ax.plot([whole, whole], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
-        said = [f"{ms:.3f} ms" for ms in total.fillna(ms.sum())]
-        ax.bar_label(ax.containers[-1], said, padding=9, fontsize=9, color=INK)
-        ax.margins(x=0.12)
-        ax.invert_yaxis()
-        ax.set_title(f"T={tokens:g}, ms", loc="left", fontsize=10, color=INK)
-    legend_below(figure, axes[0], len(stages))
-    return figure
 
 
 def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":

@@ -1,4 +1,4 @@
-"""The HTML page and the pictures of a run: ranking, latency against the roofline, stages, GEMMs.
+"""The HTML page and the pictures of a run: ranking, latency against the roofline, GEMMs.
 
 The page needs no network, follows the reader's light or dark setting and is readable on a phone.
 Needs jinja2 and matplotlib: the extra `report`.
@@ -100,21 +100,6 @@ def said_of(rows: Rows, name: str) -> str:
     return f"{of['hardware']}: {of['method']}. {changed_since(rows, name)}"
 
 
-def stages_section(rows: Rows) -> Section:
-    if "stages" not in rows:
-        return Section()
-    note = (
-        "The black line is the whole call, timed without events between the stages; where "
-        "the bar is longer, the events themselves cost the difference."
-    )
-    picture = Picture(partial(plots.stages_figure, rows, "stages"), note=note)
-    made = [
-        replace(pivots.stages_table(of), title=f"T={tokens:g}, ms (routing: {routing})")
-        for (tokens, routing), of in rows.frame("stages").groupby(["tokens", "routing"], sort=False)
-    ]
-    return Section("stages", "Stages", [said_of(rows, "stages")], [picture, *made])
-
-
 def gemm_figure(rows: Rows) -> Any:
     """What the GEMMs reach on the workloads' rows."""
     f, of = pivots.gemm_frame(rows, "gemm_layers"), rows.measurements["gemm_layers"]
@@ -157,7 +142,7 @@ def sections_of(recorded: Recorded) -> list[Section]:
             for number, ranking in enumerate(recorded.rankings)
         ),
         *(recorded_section(found, f"recorded{number}") for number, found in enumerate(known)),
-        *(of(recorded.rows) for of in (sweep_section, stages_section, gemm_section)),
+        *(of(recorded.rows) for of in (sweep_section, gemm_section)),
         Section("environment", "Environment", parts=[tables.environment_table(recorded)]),
     ]
     return [section for section in made if section.parts]

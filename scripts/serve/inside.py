@@ -13,7 +13,7 @@ RANDOM = "MOE_FP8_SERVE_RANDOM"
 CHECK_TOKENS = 2999
 """Of the prompt whose calls are checked: more than a CUDA graph has, in one step."""
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
-CALLERS = ("functional", "integrations.sglang", "integrations.vllm_experts")
+CALLERS = ("api", "serving.sglang", "serving.vllm_experts")
 """Modules of `moe_fp8` that hold `experts`."""
 
 
@@ -79,11 +79,11 @@ def fill(model: Any) -> None:
 @functools.cache  # an engine may register a plugin several times
 def watch() -> None:
     """Compare the layers' calls, wherever they are called from; count compiled kernels of ours."""
-    from moe_fp8 import functional
+    from moe_fp8 import api
 
     from scripts.serve.layer_check import checking
 
-    checked = checking(functional.experts, CHECK_TOKENS, functools.partial(report, "layers"))
+    checked = checking(api.experts, CHECK_TOKENS, functools.partial(report, "layers"))
     for name in CALLERS:
         if module := sys.modules.get(f"moe_fp8.{name}"):
             vars(module)["experts"] = checked
@@ -93,9 +93,9 @@ def watch() -> None:
 def count() -> None:
     """Report every compilation, of this process and of those that `prepare` starts. What is on disk
     tells less: kernels may be kept nowhere, are made by others, and are removed."""
-    from moe_fp8 import compile_ahead
+    from moe_fp8.serving import prepare
 
-    compile_all, in_processes = compile_ahead.compile_all, compile_ahead.in_processes
+    compile_all, in_processes = prepare.compile_all, prepare.in_processes
 
     @functools.cache
     def count_here() -> None:
@@ -115,7 +115,7 @@ def count() -> None:
 
     def counting_in_processes(geometries: Any) -> None:
         in_processes(geometries)
-        report("kernels", len(geometries) - len(compile_ahead.missing(geometries)))
+        report("kernels", len(geometries) - len(prepare.missing(geometries)))
 
-    compile_ahead.compile_all = counting_compile_all
-    compile_ahead.in_processes = counting_in_processes
+    prepare.compile_all = counting_compile_all
+    prepare.in_processes = counting_in_processes

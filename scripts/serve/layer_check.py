@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from moe_fp8.layer.metrics import calc_diff
+from scripts.common.metrics import calc_diff
 
 from scripts.common.float32_experts import in_float32
 

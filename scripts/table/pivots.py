@@ -9,7 +9,6 @@ import pandas as pd
 from scripts.common.definitions import MoeDefinition, find_layer
 from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms, stepwise_ms
-from scripts.common.schemas import TOTAL
 from scripts.common.text import number, percent
 from scripts.data.results import CLOCKS
 from scripts.data.rows import ROOFLINE, Rows
@@ -166,22 +165,6 @@ def models_summary(rows: Rows, name: str) -> Table:
         "one, whose intermediates go through memory; best peer's time over it)"
     )
     return Table(found.rename_axis("layer").reset_index(), title=title)
-
-
-def parts_of(f: pd.DataFrame) -> list[str]:
-    """The stages in the order of a call, the whole of it at the end."""
-    return [*(part for part in f.part.unique() if part != TOTAL), TOTAL]
-
-
-def stages_table(f: pd.DataFrame) -> Table:
-    """Median ms of every stage, solutions across, of one number of tokens; the speed of each
-    relative to the first."""
-    ms = f.pivot(index="part", columns="subject", values="value")
-    ms = ms.reindex(index=parts_of(f), columns=f.subject.unique())
-    text = ms.map(lambda value: number(value, ".3f")).rename(columns=short_name)
-    for name in ms.columns[1:]:
-        text[f"{short_name(name)} vs first"] = (ms.iloc[:, 0] / ms[name]).map(ratio)
-    return Table(text.rename_axis("stage").rename_axis(None, axis=1).reset_index())
 
 
 KERNEL_COLUMNS = {

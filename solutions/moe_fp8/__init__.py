@@ -2,33 +2,47 @@
 
     from moe_fp8 import batched_experts, experts, fused_moe
 
-One file a generation of the optimisation (`v1_loop_padding`, `v2_vectorised`, ...), all of them on
-the shared kernels in `kernels`, called by the layers in `layer`.
+Read `kernels/fused.py` first: it lists the launches of a call. `ladder/README.md` shows the steps
+that led there.
 """
 
 import importlib
+import importlib.metadata
+import re
+from pathlib import Path
 from typing import Any
 
 PUBLIC = {
-    "batched_experts": "functional",
-    "experts": "functional",
-    "fused_moe": "functional",
-    "expert_parallel_moe": "expert_parallel",
-    "deep_ep_buffer": "expert_parallel",
-    "pad_shard": "shards",
-    "prepare": "compile_ahead",
-    "quantise_blocks": "quantise",
-    "quantise_rows": "quantise",
-    "__version__": "version",
+    "batched_experts": "api",
+    "experts": "api",
+    "fused_moe": "api",
+    "expert_parallel_moe": "serving.expert_parallel",
+    "deep_ep_buffer": "serving.expert_parallel",
+    "pad_shard": "serving.shards",
+    "prepare": "serving.prepare",
+    "quantise_blocks": "reference",
+    "quantise_rows": "reference",
 }
-"""Imported when they are asked for: a packed solution has few of these modules."""
+"""The module of each public name. It is imported when the name is first used: a packed solution has
+few of these modules."""
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("moe-fp8-cutedsl")
+    except importlib.metadata.PackageNotFoundError:  # a clone on sys.path
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+        (version,) = re.findall(r'^version = "(.+)"$', text, re.MULTILINE)
+        return version
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *PUBLIC])
+    return sorted([*globals(), *PUBLIC, "__version__"])

@@ -5,9 +5,9 @@ from types import ModuleType
 
 import bruteforce
 import torch
-from moe_fp8.layer import model
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8 import reference
+from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.reference import choose_experts
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 FP8_MAX = 448.0
@@ -16,7 +16,7 @@ FP8_MAX = 448.0
 def one_expert(a, a_scale, b, b_scale, out) -> None:
     """`out = a @ b.T` with block scales, for the rows of one expert; scales `[rows, K/128]`."""
     alone = torch.tensor([[0], [len(a)]])
-    model.grouped_gemm(a, a_scale.t(), b.unsqueeze(0), b_scale.unsqueeze(0), out, alone)
+    reference.grouped_gemm(a, a_scale.t(), b.unsqueeze(0), b_scale.unsqueeze(0), out, alone)
 
 
 def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
@@ -26,7 +26,7 @@ def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
     gate, up = g.chunk(2, dim=1)
     q = torch.empty(len(x), w2.shape[1], dtype=FP8)
     q_scale = torch.empty(w2.shape[1] // 128, len(x))
-    model.swiglu_quant(torch.cat([up, gate], 1), q, q_scale, torch.tensor([len(x)]))
+    reference.swiglu_quant(torch.cat([up, gate], 1), q, q_scale, torch.tensor([len(x)]))
     o = torch.empty(len(x), len(w2), dtype=BF16)
     one_expert(q, q_scale.t(), w2, w2_scale, o)
     return o.float()

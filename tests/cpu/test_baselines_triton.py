@@ -10,22 +10,16 @@ import pytest
 import torch
 from bruteforce import RENORMALIZE, TINY
 from markers import more
-from moe_fp8.layer import model, routing
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8 import reference
+from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
 
+from scripts.common.metrics import calc_diff
 from scripts.measure import gemm_variants
 from scripts.measure.gemm_problems import Problem
 from scripts.measure.gemm_variants import Checker, Operands, Variant, Weights
 
 pytest.importorskip("triton", reason="triton is not installed")
-from moe_fp8.baselines import (
-    call,
-    requirement,
-    triton_fused_moe_v2,
-    triton_gemm,
-    triton_moe,
-)
+from moe_fp8.baselines import requirement, shared, triton_fused_moe_v2, triton_gemm, triton_moe
 from moe_fp8.baselines import triton_stages as stages
 from moe_fp8.baselines.triton_gemm import Tile
 
@@ -96,7 +90,7 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 def test_routing_is_that_of_the_core(shape, tokens, offset):
     inputs = inputs_of(shape, tokens, offset)
     routed = routed_of(inputs, shape)
-    ids, weights = routing.choose_experts(inputs.routing_logits, inputs.routing_bias, 2.5, shape)
+    ids, weights = reference.choose_experts(inputs.routing_logits, inputs.routing_bias, 2.5, shape)
     order = routed.ids.sort(dim=1)
     assert torch.equal(order.values, ids)
     torch.testing.assert_close(routed.weights.gather(1, order.indices), weights)
@@ -127,7 +121,7 @@ def test_renormalize_is_that_of_the_core(tokens):
     logits = torch.randn(tokens, 24).bfloat16().to(DEVICE)
     routed = stages.new_routed(tokens, RENORMALIZE, DEVICE)
     stages.route(logits, None, 1.0, 0, RENORMALIZE, routed)
-    ids, weights = routing.choose_experts(logits, None, 1.0, RENORMALIZE)
+    ids, weights = reference.choose_experts(logits, None, 1.0, RENORMALIZE)
     order = routed.ids.sort(dim=1)
     assert torch.equal(order.values, ids)
     torch.testing.assert_close(routed.weights.gather(1, order.indices), weights)
@@ -143,7 +137,7 @@ def test_flat_rows_are_those_of_the_core(tokens, offset):
     rows = rows_of(routed, TINY, offset, 1)
     order = routed.ids.sort(dim=1)
     weights = routed.weights.gather(1, order.indices)
-    wanted = routing.group_rows(order.values, weights, offset, TINY.num_local_experts)
+    wanted = reference.group_rows(order.values, weights, offset, TINY.num_local_experts)
     total = int(wanted.m_indptr[-1])
     assert (total > 0) == (favourite is not None)
     assert torch.equal(rows.m_indptr, wanted.m_indptr)
@@ -221,7 +215,7 @@ def test_scatter(placed):
     a_scale = new_scale(layout, total, TINY.hidden_size // 128, max_rows)
     wanted = a.clone(), torch.full((TINY.hidden_size // 128, total), NAN, device=DEVICE)
     stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
-    model.permute(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, *wanted)
+    reference.permute(inputs.hidden_states, inputs.hidden_states_scale, rows.pair_row, *wanted)
     assert torch.equal(raw(a), raw(wanted[0]))
     flat = a_scale.reshape(total, -1)
     torch.testing.assert_close(flat, wanted[1].t(), rtol=0, atol=0, equal_nan=True)
@@ -239,7 +233,7 @@ def test_swiglu_quant(placed):
     q_scale = new_scale(layout, total, i // 128, max_rows)
     wanted = torch.empty_like(q), torch.empty((i // 128, total), device=DEVICE)
     stages.swiglu_quant(g, q, q_scale, rows)
-    model.swiglu_quant(g, *wanted, torch.tensor([total]))
+    reference.swiglu_quant(g, *wanted, torch.tensor([total]))
     real, flat = rows.token_of_row[:total] >= 0, q_scale.reshape(total, -1)
     torch.testing.assert_close(flat[real], wanted[1].t()[real], rtol=1e-5, atol=0)
     # A last bit of the sigmoid may turn a value to the next step.
@@ -256,7 +250,7 @@ def test_combine(placed):
     out = torch.full((40, TINY.hidden_size), NAN, dtype=torch.bfloat16, device=DEVICE)
     wanted = torch.empty_like(out)
     stages.combine(o, routed.weights, rows, out)
-    model.combine(o, rows.pair_row, routed.weights, wanted)
+    reference.combine(o, rows.pair_row, routed.weights, wanted)
     torch.testing.assert_close(out, wanted, rtol=2**-7, atol=1e-6)
     assert (out == wanted).float().mean() > 0.999
 
@@ -273,7 +267,7 @@ def grouped_gemm_in_torch(output, *arguments) -> None:
         alone = torch.tensor([[0], [m]])
         out = output[begin : begin + m]
         weights = b[e : e + 1].transpose(1, 2), b_scale[e : e + 1].transpose(1, 2)
-        model.grouped_gemm(x, x_scale.t(), *weights, out, alone)
+        reference.grouped_gemm(x, x_scale.t(), *weights, out, alone)
 
 
 TILES = {
@@ -287,14 +281,14 @@ def layer_of(name: str, monkeypatch) -> Callable[..., None]:
     """A layer of the baselines in Triton, for the tests of every baseline in test_baselines.py."""
     module = triton_moe if name in TILES else triton_fused_moe_v2
     module.buffers.clear()
-    monkeypatch.setattr(call, "require_gpu", lambda device, capabilities: None)
+    monkeypatch.setattr(shared, "require_gpu", lambda device, capabilities: None)
     if name in TILES:
         monkeypatch.setattr(module, "tiles", lambda tokens: (TILES[name], TILES[name]))
     else:
         sgl_kernel = types.ModuleType("sgl_kernel")
         sgl_kernel.fp8_blockwise_scaled_grouped_mm = grouped_gemm_in_torch
         monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
-    layer = type(module.LAYER)()
+    layer = triton_moe.TritonLayer() if name in TILES else triton_fused_moe_v2.FusedMoeV2Layer()
     layer.shape = TINY
     return layer
 

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_fp8 import batched_experts, compile_ahead, experts, prepare
-from moe_fp8.functional import call_of
-from moe_fp8.layer.fused import BatchedLayer, FusedLayer
-from moe_fp8.problem import BatchedInputs, MoeShape
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8 import batched_experts, experts, prepare
+from moe_fp8.api import call_of
+from moe_fp8.call import BatchedInputs, MoeShape
+from moe_fp8.layer import BatchedLayer, FusedLayer
+from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.serving import prepare as ahead
 
 EXPERTS, ROWS, HIDDEN, WIDTH = 5, 7, 384, 256
 COUNTS = [3, 0, ROWS, 1, 2]
@@ -229,7 +230,7 @@ def test_guesses_in_powers_of_two():
 def test_prepare_has_the_configs_of_every_guess():
     layer, *_ = call_of(batched_experts, **call())
     chosen = [layer.chosen(m, torch.device("cpu")) for m in range(1, 1025)]
-    configs = compile_ahead.all_configs(lambda m: chosen[m - 1], 1024)
+    configs = ahead.all_configs(lambda m: chosen[m - 1], 1024)
     assert configs == [*dict.fromkeys(chosen)] and 3 <= len(configs) <= 8
     assert prepare(batched_experts, **call()) == 0, "nothing on the CPU"
     given = call()
@@ -241,7 +242,7 @@ def test_prepare_has_the_configs_of_every_guess():
 @pytest.mark.parametrize("tokens", [torch.float8_e4m3fn, torch.bfloat16])
 def test_a_call_without_tokens(tokens):
     _, inputs, _ = call_of(batched_experts, **call(tokens))
-    one = compile_ahead.without_pairs(inputs)
+    one = ahead.without_pairs(inputs)
     assert isinstance(one, BatchedInputs) and not one.num_tokens.any()
     assert one.x.shape == (EXPERTS, 1, HIDDEN) and one.x.is_contiguous()
     assert one.x_scale is None or one.x_scale.shape == (EXPERTS, 1, HIDDEN // 128)

@@ -960,13 +960,12 @@ def test_a_token_that_is_not_the_models_is_named() -> None:
 
 
 BUNDLE = {
-    "kernels.operations": "",
-    "kernels.architectures": "def of_device(device): pass\ndef of_target(t): return f'of {t}'",
-    "layer.backend": "import functools\n@functools.cache\ndef select(device): pass",
-    "layer.pipeline": "from .backend import select",
-    "v1": "from .kernels.architectures import of_device\ndef select(device): return 'own'",
+    "kernels.architectures": "def of_device(device): pass\n"
+    "def has_kernels(device): return False\n"
+    "def of_target(target): return f'of {target}'",
+    "layer": "from .kernels import architectures",
 }
-"""Modules of a built solution: two have what chooses under the same name, one its own of that."""
+"""Modules of a built solution."""
 
 
 def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, tmp_path) -> None:
@@ -983,14 +982,11 @@ def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, t
     monkeypatch.setattr(ptxemu, "reports", ["of another call"])
     monkeypatch.setattr(emulated, "run_solution", lambda *_: "output")
     with mock.patch.dict(sys.modules):
-        operations, architectures, backend, pipeline, v1 = (
-            importlib.import_module(f"bundle.moe_fp8_0a.{name}") for name in BUNDLE
-        )
+        _, layer = (importlib.import_module(f"bundle.moe_fp8_0a.{name}") for name in BUNDLE)
         with pytest.raises(RuntimeError, match="no kernel was launched"):
             emulated._run("sm_100a", bundle, [], "cpu")
         launch = ptxemu.reports.append
         monkeypatch.setattr(emulated, "run_solution", lambda *_: launch("a kernel") or "output")
         assert emulated._run("sm_100a", bundle, [], "cpu") == "output"
-    assert backend.select("cpu") is pipeline.select("cpu") is operations
-    assert architectures.of_device("cpu") == v1.of_device("cpu") == "of sm_100a"
-    assert v1.select("cpu") == "own"
+    assert layer.architectures.of_device("cpu") == "of sm_100a"
+    assert layer.architectures.has_kernels("cpu") is True

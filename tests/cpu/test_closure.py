@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from moe_fp8.closure import ClosureError, import_closure
+from moe_fp8.cache import ClosureError, import_closure
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -22,11 +22,11 @@ from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
 from gpu import gemm_configs as known
 from markers import more
-from moe_fp8.kernels import cache as kernel_cache
+from moe_fp8 import cache as kernel_cache
+from moe_fp8.call import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import dsl
 from moe_fp8.kernels import heuristic_sm90 as sm90
-from moe_fp8.kernels import operations as kernels
 from moe_fp8.kernels.architectures import (
     ARCHITECTURES,
     BLACKWELL,
@@ -34,18 +34,21 @@ from moe_fp8.kernels.architectures import (
     HOPPER,
     of_target,
 )
-from moe_fp8.kernels.batched import compile_batched_gemm
-from moe_fp8.kernels.combine import Combine
+from moe_fp8.kernels.combine import Combine, compile_combine
 from moe_fp8.kernels.configs import PRODUCER_REGISTERS, SMEM_BYTES, TMEM_COLUMNS
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
 from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
+from moe_fp8.kernels.fused import compile_fused
 from moe_fp8.kernels.gemm_load import EVICT_FIRST, GemmLoad
 from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
-from moe_fp8.kernels.swiglu import SWIGLU_THREADS, Activation, SwigluQuant
+from moe_fp8.kernels.masked_gemm import compile_batched_gemm
+from moe_fp8.kernels.permute import compile_permute
+from moe_fp8.kernels.route import compile_route
+from moe_fp8.kernels.swiglu import SWIGLU_THREADS, Activation, SwigluQuant, compile_swiglu_quant
 from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
-from moe_fp8.problem import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import GEMMS, MASKED, MOE
@@ -171,7 +174,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 def test_grouped_gemm(config, layer, compiled_code):
     on_hopper = isinstance(config, GemmConfig)
     target = "sm_90a" if on_hopper else "sm_100a"
-    ptx, cubin = compiled_code(kernels.compile_grouped_gemm, config, *LAYERS[layer], target)
+    ptx, cubin = compiled_code(compile_grouped_gemm, config, *LAYERS[layer], target)
     loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared::c\w+\.global\S*", ptx)
     assert len(loads) == 3
     (check_wgmma if on_hopper else check_tcgen05)(ptx, config, loads)
@@ -271,7 +274,7 @@ def check_queue(ptx: str, readers: int = 3, others: int = 0) -> None:
 
 
 def test_swiglu_quant(compiled_code):
-    ptx, cubin = compiled_code(kernels.compile_swiglu_quant, 2048, HOPPER.target)
+    ptx, cubin = compiled_code(compile_swiglu_quant, 2048, HOPPER.target)
     # Up and gate of two rows, all ahead of the first use: loads in flight are what it lives on.
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     assert len(loads) == 4 and max(loads) < ptx.index("ex2.approx")
@@ -291,7 +294,7 @@ def test_swiglu_quant(compiled_code):
 
 
 def test_permute(compiled_code):
-    ptx, cubin = compiled_code(kernels.compile_permute, 7168, 8, HOPPER.target)
+    ptx, cubin = compiled_code(compile_permute, 7168, 8, HOPPER.target)
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     stores = re.findall(r"st\.global\S*", ptx)
     # The rows of 8 slots in two, 7 vectors of the token.
@@ -304,7 +307,7 @@ def test_permute(compiled_code):
 
 def test_routing(compiled_code):
     """A warp a token: its experts in two loads a lane, the choice in registers."""
-    ptx, cubin = compiled_code(kernels.compile_route, DEEPSEEK_V3, False, HOPPER.target)
+    ptx, cubin = compiled_code(compile_route, DEEPSEEK_V3, False, HOPPER.target)
     assert ptx.count("redux.sync.max.s32") == 2 * 8, "one an expert, of one word and of more"
     assert ptx.count("griddepcontrol.wait") == 3, "each kernel waits for the one before"
     used = resources(cubin)
@@ -312,7 +315,7 @@ def test_routing(compiled_code):
 
 
 def test_combine(compiled_code):
-    ptx, cubin = compiled_code(kernels.compile_combine, 7168, 8, HOPPER.target)
+    ptx, cubin = compiled_code(compile_combine, 7168, 8, HOPPER.target)
     # A lane's rows and weights in two loads each; of a row one copy, wherever its slot is.
     assert re.findall(r"ld\.global\S*", ptx) == ["ld.global.v4.b32"] * 4
     assert len(re.findall(r"cp\.async\.bulk\.shared::cluster\.global\S*", ptx)) == 8
@@ -344,9 +347,7 @@ def test_fused(target, tokens, terms, compiled_code):
     architecture = of_target(target)
     first, second = architecture.choose_layer(tokens, DEEPSEEK_V3, terms)
     multiprocessors = 132 if architecture is HOPPER else 148
-    ptx, cubin = compiled_code(
-        kernels.compile_fused, DEEPSEEK_V3, first, second, multiprocessors, target
-    )
+    ptx, cubin = compiled_code(compile_fused, DEEPSEEK_V3, first, second, multiprocessors, target)
     gathers = first.swap_ab
     # The routing of one word and of more, the permute where rows are not gathered, and three.
     assert len(re.findall(r"\.entry", ptx)) == (6 if gathers else 7)
@@ -396,7 +397,7 @@ def test_options_of_the_activation_take_no_room(tokens, terms, compiled_code):
     first GEMM alone."""
     configs = HOPPER.choose_layer(tokens, OTHERWISE, terms)
     form = Form(x=torch.bfloat16, weight_scale=torch.float8_e8m0fnu)
-    ptx, cubin = compiled_code(kernels.compile_fused, OTHERWISE, *configs, 132, "sm_90a", form)
+    ptx, cubin = compiled_code(compile_fused, OTHERWISE, *configs, 132, "sm_90a", form)
     clamps = [part.count(".NaN.f32") for part in re.split(r"\.entry", ptx)]
     first, _ = configs
     columns = first.tile_m * first.tile_n // 2 // (32 * first.consumer_warps)  # of a thread
@@ -425,7 +426,7 @@ def test_batched_experts(architecture, rows, terms, tokens, compiled_code):
     first, second = architecture.choose_layer(32 * rows, shape, terms)
     form = Form(torch.int32, None, tokens, weight_scale=torch.float8_e8m0fnu, batched=True)
     target = architecture.target
-    ptx, cubin = compiled_code(kernels.compile_fused, shape, first, second, 132, target, form)
+    ptx, cubin = compiled_code(compile_fused, shape, first, second, 132, target, form)
     assert ptx.count(".entry") == 3
     assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == second.dynamic
     if architecture is HOPPER:
@@ -441,7 +442,7 @@ def test_the_weights_leave_l2_first(evict_first, compiled_code):
         dataclasses.replace(config, evict_first=evict_first)
         for config in HOPPER.choose_layer(1, DEEPSEEK_V3)
     )
-    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    ptx, cubin = compiled_code(compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
     gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
     hint = EVICT_FIRST if evict_first else 0
     for gemm, expected in zip(gemms, ([(5, hint)], [(2, 0), (2, 0), (3, hint)]), strict=True):
@@ -459,7 +460,7 @@ def test_slices(tokens, terms, compiled_code):
         dataclasses.replace(config, slices=True)
         for config in HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
     )
-    ptx, cubin = compiled_code(kernels.compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
+    ptx, cubin = compiled_code(compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
     gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
     for gemm, config in zip(gemms, (first, second), strict=True):
         shared = re.findall(r"cp\.async\.bulk\.tensor\S*multicast", gemm)
@@ -486,7 +487,7 @@ def test_given_experts(form, tokens, target, compiled_code):
     """As many launches as with the experts chosen here, tokens in bfloat16 or not."""
     architecture = of_target(target)
     configs = architecture.choose_layer(tokens, GIVEN, 1)
-    ptx, cubin = compiled_code(kernels.compile_fused, GIVEN, *configs, 132, target, FORMS[form])
+    ptx, cubin = compiled_code(compile_fused, GIVEN, *configs, 132, target, FORMS[form])
     gathers = configs[0].gathers_rows
     assert gathers == (tokens < 14107 or architecture is HOPPER), "few columns, on Hopper"
     kernel = [part for part in re.split(r"\.entry", ptx)][1:]
@@ -506,7 +507,7 @@ def test_given_experts(form, tokens, target, compiled_code):
 
 def test_permute_of_bfloat16(compiled_code):
     form = Form(x=torch.bfloat16)
-    ptx, cubin = compiled_code(kernels.compile_permute, 7168, 8, HOPPER.target, form)
+    ptx, cubin = compiled_code(compile_permute, 7168, 8, HOPPER.target, form)
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     # The rows of 8 slots in two, 14 vectors of the token, all in flight before the first is used.
     assert len(loads) == 2 + 14 and max(loads) < ptx.index("shfl.sync")
@@ -518,10 +519,10 @@ def test_permute_of_bfloat16(compiled_code):
 
 
 STAGES = {
-    "routing": (kernels.compile_route, DEEPSEEK_V3, False),
-    "permute": (kernels.compile_permute, 7168, 8),
-    "swiglu_quant": (kernels.compile_swiglu_quant, 2048),
-    "combine": (kernels.compile_combine, 7168, 8),
+    "routing": (compile_route, DEEPSEEK_V3, False),
+    "permute": (compile_permute, 7168, 8),
+    "swiglu_quant": (compile_swiglu_quant, 2048),
+    "combine": (compile_combine, 7168, 8),
 }
 
 
@@ -631,7 +632,7 @@ def test_these_are_the_configs_of_every_layer():
 def test_machine_code_of_the_fused_layer(tokens, target, terms, layer, compiled_code):
     shape, configs = LAYER_SHAPES[layer], layers_configs(tokens, target, terms, layer)
     multiprocessors = 132 if target == HOPPER.target else 148
-    _, cubin = compiled_code(kernels.compile_fused, shape, *configs, multiprocessors, target)
+    _, cubin = compiled_code(compile_fused, shape, *configs, multiprocessors, target)
     codes = check_counts(cubin, " and ".join(map(str, configs)))
     gemms = {name: text for name, text in codes.items() if "GemmSm" in name}
     assert len(gemms) == 2
@@ -688,11 +689,11 @@ def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatc
 
 COMPILE = """
 from pathlib import Path
-from moe_fp8.kernels import operations
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.configs import GemmConfigSm100 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
 from sass import disassemble, early_arrivals
-operations.compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
+compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
 (cubin,) = Path().glob("*.cubin")
 (text,) = disassemble(cubin.read_bytes()).values()
 print([load.name for one in early_arrivals(text) for load in one.loads])
@@ -728,10 +729,10 @@ def test_scales_given_back_while_they_are_read_are_found(tmp_path):
 
 
 KERNELS = {
-    "GEMM": (kernels.compile_grouped_gemm, LARGEST, *LAYERS["gemm1"]),
+    "GEMM": (compile_grouped_gemm, LARGEST, *LAYERS["gemm1"]),
     "SwiGLU": STAGES["swiglu_quant"],
     "the fused layer": (
-        kernels.compile_fused,
+        compile_fused,
         DEEPSEEK_V3,
         *BLACKWELL_ULTRA.choose_layer(901, DEEPSEEK_V3, 2),
         148,
@@ -753,10 +754,10 @@ def test_the_other_target_gets_the_same_code(name, compiled_code):
 def test_an_epilogue_of_another_config():
     """The staging buffer and the rows of a tile are the config's: they must be the epilogue's."""
     with pytest.raises(ValueError, match="expected an activation where the config quantises"):
-        kernels.compile_grouped_gemm(LARGEST.with_swiglu(1), 512, 256, 2, "sm_100a")
+        compile_grouped_gemm(LARGEST.with_swiglu(1), 512, 256, 2, "sm_100a")
     for config in (LARGEST, LARGEST.with_swiglu(2)):
         with pytest.raises(ValueError, match="expected quantises=1, the terms of GEMM2"):
-            kernels.compile_fused.make(DEEPSEEK_V3, config, LARGEST, 148, "sm_100a")
+            compile_fused.make(DEEPSEEK_V3, config, LARGEST, 148, "sm_100a")
 
 
 ROWS = {  # of an expert
@@ -798,9 +799,7 @@ def test_other_definitions(definition, architecture, rows, terms, compiled_code)
     shape = MoeShape(**definition.shape)
     tokens = rows * shape.num_experts // shape.top_k
     first, second = architecture.choose_layer(tokens, shape, terms)
-    ptx, cubin = compiled_code(
-        kernels.compile_fused, shape, first, second, 132, architecture.target
-    )
+    ptx, cubin = compiled_code(compile_fused, shape, first, second, 132, architecture.target)
     assert first.swap_ab == (rows == 8)
     # Two ways to route, the permute where rows are not gathered, two GEMMs and the combine.
     assert ptx.count(".entry") == (6 if first.gathers_rows else 7)
@@ -957,7 +956,8 @@ def test_the_gpu_tests_know_configs_of_every_architecture():
     """A GPU must not be tested with another one's configs, nor without those that are picked."""
     for architecture in ARCHITECTURES.values():
         for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
-            assert {type(config) for config in configs} == {type(architecture.config)}
+            own = type(architecture.choose(1, 4096, 7168))
+            assert {type(config) for config in configs} == {own}
     assert set(PICKED) <= set(known.BLACKWELL)
     for config in known.FUSED["sm_100a"]:
         assert config.with_swiglu(2).quantises == 2
@@ -988,7 +988,7 @@ def test_tiles_of_one_wave_are_not_made_larger():
 )
 def test_illegal_problem(n, k, experts, message):
     with pytest.raises(ValueError, match=message):
-        kernels.compile_grouped_gemm(GemmConfig(), n, k, experts, HOPPER.target)
+        compile_grouped_gemm(GemmConfig(), n, k, experts, HOPPER.target)
 
 
 @pytest.mark.parametrize(

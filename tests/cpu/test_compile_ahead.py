@@ -15,15 +15,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_fp8 import compile_ahead, experts, functional, fused_moe, prepare
-from moe_fp8.functional import call_of
+from moe_fp8 import api, experts, fused_moe, prepare
+from moe_fp8.api import call_of
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.call import (
+    CHUNK_TOKENS,
+    DEEPSEEK_V3,
+    LARGEST_OFFSET,
+    Form,
+    MoeInputs,
+    MoeShape,
+    RoutedInputs,
+)
+from moe_fp8.kernels import architectures, fused
 from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.kernels.cache import CACHE_VARIABLE
-from moe_fp8.layer import fused as layer_fused
-from moe_fp8.layer.pipeline import CHUNK_TOKENS
-from moe_fp8.problem import DEEPSEEK_V3, LARGEST_OFFSET, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.serving import prepare as ahead
 from test_tracers import HIDDEN, TOP_K, WEIGHTS, tensors
 
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
@@ -53,7 +60,7 @@ def test_all_configs_are_those_of_every_number_of_tokens(architecture, terms, sh
 
     some = (*range(1, 2048), *range(2048, CHUNK_TOKENS + 1, 8))  # beyond, all would take a minute
     every = dict.fromkeys(map(chosen, some))
-    assert compile_ahead.all_configs(chosen, CHUNK_TOKENS) == [*every]
+    assert ahead.all_configs(chosen, CHUNK_TOKENS) == [*every]
 
 
 def test_no_more_tokens_than_asked_for():
@@ -62,8 +69,8 @@ def test_no_more_tokens_than_asked_for():
         return "few" if tokens <= 50 else "many"
 
     asked: list[int] = []
-    assert compile_ahead.all_configs(chosen, 50) == ["few"]
-    assert compile_ahead.all_configs(chosen, 51) == ["few", "many"]
+    assert ahead.all_configs(chosen, 50) == ["few"]
+    assert ahead.all_configs(chosen, 51) == ["few", "many"]
     assert max(asked) == 51 and min(asked) == 1
 
 
@@ -71,8 +78,8 @@ def test_no_more_tokens_than_asked_for():
 def geometries(tmp_path, monkeypatch) -> list[tuple]:
     """Of two kernels that nothing has yet, on two cores."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
-    monkeypatch.setattr(operations.compile_fused, "functions", {})
-    monkeypatch.setattr(compile_ahead, "cores", lambda: 2)
+    monkeypatch.setattr(fused.compile_fused, "functions", {})
+    monkeypatch.setattr(ahead, "cores", lambda: 2)
     configs = (HOPPER.choose_layer(tokens, SMALL, 1) for tokens in (1, 400))
     return [(SMALL, *pair, 132, "sm_90a", FORM) for pair in configs]
 
@@ -97,12 +104,12 @@ def test_processes_compile_and_this_one_loads(geometries, compiled_here, monkeyp
     (tmp_path / "tqdm.py").write_text("raise SystemExit")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
-    assert compile_ahead.compile_all(geometries) == 2 and not compiled_here
-    first = dict(operations.compile_fused.functions)
-    assert [*first] == geometries and compile_ahead.compile_all(geometries) == 0
-    operations.compile_fused.functions.clear()
-    assert compile_ahead.compile_all(geometries) == 0 and not compiled_here
-    assert [*operations.compile_fused.functions] == geometries
+    assert ahead.compile_all(geometries) == 2 and not compiled_here
+    first = dict(fused.compile_fused.functions)
+    assert [*first] == geometries and ahead.compile_all(geometries) == 0
+    fused.compile_fused.functions.clear()
+    assert ahead.compile_all(geometries) == 0 and not compiled_here
+    assert [*fused.compile_fused.functions] == geometries
 
 
 @pytest.mark.parametrize(
@@ -110,19 +117,19 @@ def test_processes_compile_and_this_one_loads(geometries, compiled_here, monkeyp
 )
 def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypatch, tmp_path):
     asked, made = [], []
-    monkeypatch.setattr(compile_ahead, "in_processes", asked.append)  # and makes nothing
-    monkeypatch.setattr(operations, "compiled", lambda *of: made.append(of) or "function")
+    monkeypatch.setattr(ahead, "in_processes", asked.append)  # and makes nothing
+    monkeypatch.setattr(fused, "compiled", lambda *of: made.append(of) or "function")
     if why == "no directory":
         monkeypatch.setenv(CACHE_VARIABLE, "")
     elif why == "one core":
-        monkeypatch.setattr(compile_ahead, "cores", lambda: 1)
+        monkeypatch.setattr(ahead, "cores", lambda: 1)
     elif why == "a directory of others":
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels").chmod(0o777)
     elif why == "a file in its place":
         (tmp_path / "kernels").touch()
-    assert compile_ahead.compile_all(geometries) == 2
-    assert made == [operations.describe_fused(*geometry) for geometry in geometries]
+    assert ahead.compile_all(geometries) == 2
+    assert made == [fused.describe_fused(*geometry) for geometry in geometries]
     assert len(asked) == (why == "failure")
 
 
@@ -135,12 +142,12 @@ def test_of_processes_that_prepare_at_once_one_compiles(geometries, monkeypatch,
         second.join(0.5)
         assert second.is_alive()
         for geometry in left:
-            operations.compile_fused.functions[geometry] = "function"
+            fused.compile_fused.functions[geometry] = "function"
 
     compiled: list[list[tuple]] = []
-    second = threading.Thread(target=compile_ahead.compile_all, args=[geometries])
-    monkeypatch.setattr(compile_ahead, "in_processes", compile_them)
-    assert compile_ahead.compile_all(geometries) == 2
+    second = threading.Thread(target=ahead.compile_all, args=[geometries])
+    monkeypatch.setattr(ahead, "in_processes", compile_them)
+    assert ahead.compile_all(geometries) == 2
     second.join()
     assert compiled == [geometries]
 
@@ -163,19 +170,21 @@ def gpu(monkeypatch) -> SimpleNamespace:
         return len(geometries)
 
     found = SimpleNamespace(index=0, compiled=[], launched=[])
-    functional._layer.cache_clear()
+    api._layer.cache_clear()
+    api._layers_seen.cache_clear()
     for module, name, value in (
-        (compile_ahead, "call_of", on_gpu),
-        (compile_ahead, "select", lambda device: None),
-        (compile_ahead, "on_device", lambda device: nullcontext()),
-        (compile_ahead, "compile_all", compile_all),
-        (layer_fused, "of_device", lambda device: HOPPER),
-        (operations, "fused_geometry", lambda device, shape, configs, form: configs),
-        (operations, "fused_call", fused_call),
+        (ahead, "call_of", on_gpu),
+        (architectures, "has_kernels", lambda device: True),
+        (architectures, "on_device", lambda device: nullcontext()),
+        (architectures, "of_device", lambda device: HOPPER),
+        (ahead, "compile_all", compile_all),
+        (ahead, "fused_geometry", lambda device, shape, configs, form: configs),
+        (ahead, "make_call", fused_call),
     ):
         monkeypatch.setattr(module, name, value)
     yield found
-    functional._layer.cache_clear()
+    api._layer.cache_clear()
+    api._layers_seen.cache_clear()
 
 
 def test_what_is_prepared_is_loaded_once_on_every_gpu(gpu):
@@ -201,7 +210,7 @@ def test_nothing_is_kept_of_what_is_prepared_with(gpu):
 
 
 def test_nothing_is_to_do_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "compile_all", None)
+    monkeypatch.setattr(ahead, "compile_all", None)
     assert call() == call(tokens=8192) == call(accurate=True) == 0
     given = tensors()
     of = given["logits"], given["bias"], given["x"], None, *(given[name] for name in WEIGHTS)
@@ -234,37 +243,37 @@ def test_a_call_without_pairs():
     given = tensors()
     weights = [given[name] for name in WEIGHTS]
     routed = RoutedInputs(given["ids"], given["weights"], given["x"], None, *weights, 4, None)
-    one = compile_ahead.without_pairs(routed)
+    one = ahead.without_pairs(routed)
     assert one.topk_ids.tolist() == [[-1] * TOP_K] and one.local_expert_offset == 0
     assert one.topk_ids.dtype == given["ids"].dtype and one.x.shape == (1, HIDDEN)
     fused = MoeInputs(given["logits"], given["bias"], given["x"], None, *weights, 4, 2.5)
-    one = compile_ahead.without_pairs(fused)
+    one = ahead.without_pairs(fused)
     assert len(one.routing_logits) == 1 and one.local_expert_offset == LARGEST_OFFSET
 
 
 def test_the_program_of_the_processes(geometries, tmp_path):
     """It can be started wherever the package lies, and what it says is progress."""
     made = subprocess.run(
-        [sys.executable, "-c", compile_ahead.MAIN], input=pickle.dumps(geometries[:1]),
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(compile_ahead.PARENT)},
+        [sys.executable, "-c", ahead.MAIN], input=pickle.dumps(geometries[:1]),
+        capture_output=True, env={**os.environ, "PYTHONPATH": str(ahead.PARENT)},
     )  # fmt: skip
     assert made.returncode == 0 and b"1/1" in made.stderr, made.stderr
-    assert compile_ahead.missing(geometries) == geometries[1:]
+    assert ahead.missing(geometries) == geometries[1:]
 
 
 SLEEPING = """
 import os, time
-from moe_fp8 import compile_ahead
-from moe_fp8.kernels import operations
-compile_ahead.cores = lambda: 2
-operations.compile_fused = lambda name: os.write(1, name) and time.sleep(1000)
-compile_ahead.main()
+from moe_fp8.kernels import fused
+from moe_fp8.serving import prepare as ahead
+ahead.cores = lambda: 2
+fused.compile_fused = lambda name: os.write(1, name) and time.sleep(1000)
+ahead.main()
 """
 
 
 def test_where_the_pool_is_killed_its_workers_end():
     """As `subprocess.run` kills it where `prepare` is interrupted."""
-    env = {**os.environ, "PYTHONPATH": str(compile_ahead.PARENT)}
+    env = {**os.environ, "PYTHONPATH": str(ahead.PARENT)}
     command, own = [sys.executable, "-c", SLEEPING], {"env": env, "start_new_session": True}
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, **own) as pool:
         assert pool.stdin and pool.stdout

@@ -2,23 +2,20 @@
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import bruteforce
 import pytest
 import torch
 from flashinfer_bench.data import Definition, load_json_file
-from moe_fp8 import v4_flat, v5_fused, v6_fused_hifi
-from moe_fp8.gemms.validate import validate_contiguous, validate_masked
-from moe_fp8.layer.calls import run_of
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.validate import signature, validate
-from moe_fp8.problem import Form, MoeInputs, MoeShape
+from moe_fp8.call import Form, MoeInputs, MoeShape, check_call, run_of, signature
+from moe_fp8.gemms.checks import validate_contiguous, validate_masked
+from moe_fp8.ladder import v4_flat, v5_fused, v6_fused_hifi
 
 from scripts.common import definitions
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT, MASKED, MOE, TABLE, Entry, MoeDefinition
+from scripts.common.metrics import calc_diff
 from scripts.common.project import ROOT
 from scripts.data import dataset
 from scripts.table import recorded
@@ -70,7 +67,7 @@ def test_name_axes_and_inputs_are_those_that_our_solutions_take(definition) -> N
         return
     shape, output = MoeShape(**definition.shape), given.pop("output")
     absent = {"routing_bias": None, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
-    assert validate(MoeInputs(**(absent | given)), output, shape) == 256
+    assert check_call(MoeInputs(**(absent | given)), output, shape) == 256
     assert list(given) == [name for name in MoeInputs._fields if name in given]
     assert len(given) == (10 if shape.has_bias else 7)
     of_name = {"e": shape.num_local_experts, "h": shape.hidden_size, "i": shape.intermediate_size}
@@ -243,7 +240,7 @@ def test_layers_against_brute_force(definition, offset, module) -> None:
     inputs = small_inputs(shape, 9, offset)
     wanted = torch.from_numpy(bruteforce.layer(inputs, shape))
     output = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16)
-    run = run_of(module.LAYER, **{of.name: getattr(shape, of.name) for of in fields(shape)})
+    run = run_of(module.layer_at(shape), shape)
     run(*arguments_of(definition, inputs), output)
     if offset < shape.num_experts:
         # The brute force rounds up and gate to bfloat16 as flat does, and has one FP8 term.

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from markers import more
-from moe_fp8.expert_parallel import deep_ep_buffer, expert_parallel_moe
-from moe_fp8.functional import fused_moe
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import MoeInputs
+from moe_fp8.api import fused_moe
+from moe_fp8.call import MoeInputs
+from moe_fp8.reference import choose_experts
+from moe_fp8.serving.expert_parallel import deep_ep_buffer, expert_parallel_moe
 from test_functional import ROUTING, SHAPE, tensors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from scripts.common.metrics import calc_diff
 from scripts.common.project import ROOT
 
 STAND_INS = ROOT / "tests/cpu/stand_ins"

@@ -4,20 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import bruteforce
+import moe_fp8.call as call_module
 import numpy as np
 import pytest
 import test_misuse
 import torch
-from moe_fp8 import v5_fused
-from moe_fp8.arguments import has_contiguous_lines
-from moe_fp8.functional import experts, fused_moe
-from moe_fp8.layer import pipeline
-from moe_fp8.layer.fused import FusedLayer
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8.api import experts, fused_moe
+from moe_fp8.call import CHUNK_TOKENS, Form, MoeInputs, MoeShape, RoutedInputs, has_contiguous_lines
+from moe_fp8.ladder import v5_fused
+from moe_fp8.layer import FusedLayer
+from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
 from test_functional import PLAIN, ROUTING, SHAPE, tensors_of
+
+from scripts.common.metrics import calc_diff
 
 E, L, K, OFFSET = SHAPE.num_experts, SHAPE.num_local_experts, SHAPE.top_k, 4
 NAMES = RoutedInputs._fields[:8]
@@ -224,7 +223,7 @@ def test_replicas_of_an_expert():
 
 def test_more_tokens_than_a_chunk_by_one():
     """At its true size; a token's bits are its own."""
-    tokens = pipeline.CHUNK_TOKENS + 1
+    tokens = CHUNK_TOKENS + 1
     ids = torch.full((tokens, K), -1)
     ids[::500, 0], ids[-1] = 2, torch.tensor([1, 3, -1])
     call = call_of(tokens, ids=ids)
@@ -402,7 +401,7 @@ def test_chunks_of_tokens_change_nothing(kind, name, monkeypatch):
         "bfloat16": {"x": tensors[2].bfloat16(), "x_scale": None},
     }[kind]
     wanted = call(**given)
-    monkeypatch.setattr(pipeline, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(call_module, "CHUNK_TOKENS", 7)
     assert torch.equal(call(**given), wanted)
 
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch._functorch.config as functorch
 from bruteforce import TINY as SHAPE
-from moe_fp8 import functional, v5_fused, v6_fused_hifi
-from moe_fp8.functional import fused_moe
-from moe_fp8.layer import model
-from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import MoeInputs
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8 import api, reference
+from moe_fp8.api import fused_moe
+from moe_fp8.call import BLOCK, DEEPSEEK_V3, MoeInputs
+from moe_fp8.ladder import v5_fused, v6_fused_hifi
+from moe_fp8.reference import quantise_blocks, quantise_rows
 
 from scripts.common.project import ROOT
 
@@ -43,7 +42,7 @@ def tensors_of(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 def wanted_of(tensors: tuple[torch.Tensor, ...], offset: int, scaling: float, terms: int = 1):
     out = torch.empty(tensors[2].shape, dtype=torch.bfloat16)
-    model.fused(MoeInputs(*tensors, offset, scaling), out, SHAPE, terms=terms)
+    reference.fused(MoeInputs(*tensors, offset, scaling), out, SHAPE, terms=terms)
     return out
 
 
@@ -62,9 +61,18 @@ def test_allocates_or_writes_a_given_output(tokens, accurate):
 
 def test_it_is_the_solutions_layer():
     """At the definition's geometry the defaults are those of fused and hifi."""
-    sizes = (256, 32, 7168, 2048, 8, 4, 8)
-    assert functional._layer(*sizes, False, *PLAIN) == v5_fused.LAYER
-    assert functional._layer(*sizes, True, *PLAIN) == v6_fused_hifi.LAYER
+    inputs = MoeInputs(
+        torch.empty(1, 256), torch.empty(256, dtype=torch.bfloat16),
+        torch.empty(1, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 1),
+        torch.empty(32, 4096, 7168, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(32, 32, 56),
+        torch.empty(32, 7168, 2048, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(32, 56, 16), 0, 1.0,
+    )  # fmt: skip
+    for accurate, module in ((False, v5_fused), (True, v6_fused_hifi)):
+        options = api.Options(False, accurate, *PLAIN)
+        layer = api.moe_layer(inputs, api.Routing(8, 4, 8), options)
+        assert layer == module.layer_at(DEEPSEEK_V3)
 
 
 def test_one_token_whose_scales_are_transposed_needs_the_kernel_of_more():
@@ -74,8 +82,8 @@ def test_one_token_whose_scales_are_transposed_needs_the_kernel_of_more():
         logits, bias, x, x_scale, *rest = tensors_of(tokens)
         x_scale = x_scale.t().contiguous().view(tokens, -1).t()
         given = logits, bias, x, x_scale, *rest
-        layers.append(functional.call_of(fused_moe, *given, **ROUTING)[0])
-    assert layers[0] == layers[1] and layers[0].given_form.strided_scales
+        layers.append(api.call_of(fused_moe, *given, **ROUTING)[0])
+    assert layers[0] == layers[1] and layers[0].usual_form.strided_scales
 
 
 def test_the_operator():
@@ -163,14 +171,14 @@ def test_the_compiler_keeps_the_strides_of_the_inputs():
 
 COPIES = """
 import importlib, sys, torch
-from moe_fp8 import functional
-from solutions.moe_fp8 import functional as copy
+from moe_fp8 import api
+from solutions.moe_fp8 import api as copy
 from test_functional import ROUTING, tensors_of
-wanted = functional.fused_moe(*tensors_of(3), **ROUTING)
-importlib.reload(functional)
-del sys.modules["moe_fp8.functional"]
-anew = importlib.import_module("moe_fp8.functional")
-for module, name in ((functional, "moe_fp8"), (copy, "solutions_moe_fp8"), (anew, "moe_fp8")):
+wanted = api.fused_moe(*tensors_of(3), **ROUTING)
+importlib.reload(api)
+del sys.modules["moe_fp8.api"]
+anew = importlib.import_module("moe_fp8.api")
+for module, name in ((api, "moe_fp8"), (copy, "solutions_moe_fp8"), (anew, "moe_fp8")):
     torch.compiler.reset()
     graphs = []
     def backend(graph, inputs):
@@ -297,7 +305,7 @@ def test_examples(name):
 
 def test_the_package_offers_the_functions_and_imports_them_late():
     code = (
-        "import sys, moe_fp8; assert not {'torch', 'moe_fp8.functional'} & {*sys.modules}; "
+        "import sys, moe_fp8; assert not {'torch', 'moe_fp8.api'} & {*sys.modules}; "
         "assert {*moe_fp8.PUBLIC} <= {*dir(moe_fp8)}; "
         "assert all(getattr(moe_fp8, name) for name in moe_fp8.PUBLIC)"
     )

@@ -1,7 +1,6 @@
 """The fused layer's way to its compiled function: what is compared on the way, and what is not."""
 
 import contextlib
-import inspect
 import itertools
 import math
 import types
@@ -12,19 +11,11 @@ import pytest
 import torch
 from bruteforce import TINY as SHAPE
 from bruteforce import random_inputs
-from moe_fp8.kernels import operations
+from moe_fp8 import layer as layer_module
+from moe_fp8.call import DEEPSEEK_V3, BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.kernels import architectures
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.layer import fused as layer_fused
-from moe_fp8.layer import model
-from moe_fp8.layer.fused import BatchedLayer, FusedLayer
-from moe_fp8.problem import (
-    DEEPSEEK_V3,
-    BatchedInputs,
-    Form,
-    MoeInputs,
-    MoeShape,
-    RoutedInputs,
-)
+from moe_fp8.layer import BatchedLayer, FusedLayer
 
 TOKENS = 5
 
@@ -56,11 +47,11 @@ def call(tokens: int = TOKENS, gpu: int = 0, **changed) -> tuple[MoeInputs, OnGp
 @pytest.fixture(params=[1, 2], ids=["one GPU", "two GPUs"])
 def gpus(request, monkeypatch) -> int:
     """As many as there are; number 0 is the current one."""
-    layer_fused._one_gpu.cache_clear()
+    layer_module._one_gpu.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield request.param
-    layer_fused._one_gpu.cache_clear()
+    layer_module._one_gpu.cache_clear()
 
 
 @pytest.fixture
@@ -68,7 +59,7 @@ def called(gpus, monkeypatch) -> list[str]:
     """What is called: `validated`, `prepared`, and the compiled function with its tokens."""
     calls: list[str] = []
 
-    def fused_call(tokens, *arguments):
+    def make_call(tokens, *arguments):
         calls.append("prepared")
         return lambda inputs, output: calls.append(f"fused {tokens}")
 
@@ -76,11 +67,11 @@ def called(gpus, monkeypatch) -> list[str]:
         calls.append("validated")
         return output.shape[0]
 
-    operations = types.SimpleNamespace(fused_call=fused_call)
-    monkeypatch.setattr(layer_fused, "validate", validated)
-    monkeypatch.setattr(layer_fused, "select", lambda device: operations)
-    monkeypatch.setattr(layer_fused, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(layer_fused, "of_device", lambda device: HOPPER)
+    monkeypatch.setattr(layer_module, "make_call", make_call)
+    monkeypatch.setattr(layer_module, "check_call", validated)
+    monkeypatch.setattr(architectures, "has_kernels", lambda device: True)
+    monkeypatch.setattr(architectures, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(architectures, "of_device", lambda device: HOPPER)
     return calls
 
 
@@ -95,9 +86,8 @@ def layer(called) -> FusedLayer:
 
 
 def test_a_call_like_one_before_compares_nothing_twice(layer, called):
-    marks: list[str] = []
-    layer(*call(), mark=marks.append)
-    assert called == [f"fused {TOKENS}"] and marks == ["fused"]
+    layer(*call())
+    assert called == [f"fused {TOKENS}"]
 
 
 def test_calls_are_kept_by_tokens_and_gpu(layer, called, gpus):
@@ -124,7 +114,7 @@ def test_no_tokens_first_and_in_between(called):
 def test_parts_of_as_many_tokens_are_prepared_once(layer, called):
     """Of a call of more tokens than one launch takes, and of every such call after it."""
     for _ in range(2):
-        layer.launch(*call(tokens=7), mark=lambda stage: None)
+        layer._launch(*call(tokens=7))
     assert called == ["prepared", "fused 7", "fused 7"]
 
 
@@ -299,7 +289,7 @@ def refuse(*arguments) -> int:
     ids=["none", "a scalar", "on the CPU"],
 )
 def test_another_output_is_refused_by_name(output, layer, called, monkeypatch):
-    monkeypatch.setattr(layer_fused, "validate", refuse)
+    monkeypatch.setattr(layer_module, "check_call", refuse)
     with pytest.raises(ValueError, match="said why"):
         layer(call()[0], output)
     assert called == []
@@ -314,7 +304,7 @@ def failing(layer: FusedLayer, error: Exception) -> FusedLayer:
 
 
 def test_what_the_compiled_function_refuses_is_explained(layer, called, monkeypatch):
-    monkeypatch.setattr(layer_fused, "validate", refuse)
+    monkeypatch.setattr(layer_module, "check_call", refuse)
     with pytest.raises(ValueError, match="said why"):
         failing(layer, TypeError("argument 7"))(*call())
 
@@ -380,11 +370,3 @@ def test_the_configs_that_hopper_launches(tokens, terms, first, second):
 def test_the_configs_that_blackwell_launches(tokens, first, second):
     configs = BLACKWELL.choose_layer(tokens, DEEPSEEK_V3)
     assert [*map(str, configs)] == [first, second]
-
-
-@pytest.mark.parametrize(
-    "name", ["route", "permute", "grouped_gemm", "swiglu_quant", "combine", "fused_call"]
-)
-def test_the_kernels_are_called_as_the_model_is(name):
-    kernels, of_model = (inspect.signature(getattr(of, name)) for of in (operations, model))
-    assert list(kernels.parameters) == list(of_model.parameters)

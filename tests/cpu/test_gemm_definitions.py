@@ -6,19 +6,19 @@ import fake_libraries
 import pytest
 import torch
 from markers import more
-from moe_fp8.gemms import batched, flat
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import DEEPSEEK_V3
+from moe_fp8.call import DEEPSEEK_V3
+from moe_fp8.gemms import contiguous, masked
 from test_definitions import reference as reference_of
 
 from scripts.common.definitions import CONTIGUOUS, GEMMS, MASKED
+from scripts.common.metrics import calc_diff
 from scripts.measure import gemm_problems
 
 ROWS = (0, 1, 17, 129, 0, 3)
 EXPERTS, N, K, MAX_ROWS = len(ROWS), 256, 384, 256
 """References and solutions take every size from their arguments."""
 REFERENCE = {d.rows: reference_of(d) for d in GEMMS}
-RUN = {CONTIGUOUS: flat.run, MASKED: batched.run}
+RUN = {CONTIGUOUS: contiguous.run, MASKED: masked.run}
 every_layout = pytest.mark.parametrize("layout", [CONTIGUOUS, MASKED])
 every_rows = pytest.mark.parametrize("rows", [ROWS, (0, 0), (1,), (0, 130)], ids=str)
 
@@ -125,18 +125,18 @@ def test_wrong_rows_of_the_masked_layout_are_named() -> None:
     for wrong in (2.5, None, True, torch.tensor(3)):
         given[5] = wrong
         with pytest.raises(ValueError, match="^expected_m: expected an integer, got "):
-            batched.run(*given)
+            masked.run(*given)
     a, out = given[0][:, :100].contiguous(), given[-1][:, :100].contiguous()
     with pytest.raises(ValueError, match="^a: expected max_rows a multiple of 128, got 100"):
-        batched.run(a, *given[1:5], 3, out)
+        masked.run(a, *given[1:5], 3, out)
 
 
 @pytest.mark.parametrize("expected", [-5, 0, 1, 10**6])
 def test_the_expected_rows_change_nothing(expected) -> None:
     inputs = arguments(MASKED)
     outputs = [new_output(inputs) for _ in range(2)]
-    batched.run(*inputs, outputs[0])
-    batched.run(*inputs[:5], expected, outputs[1])
+    masked.run(*inputs, outputs[0])
+    masked.run(*inputs[:5], expected, outputs[1])
     assert torch.equal(*outputs)
 
 

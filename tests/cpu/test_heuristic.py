@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from moe_fp8.call import MoeShape
 from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
@@ -26,7 +27,6 @@ from moe_fp8.kernels.heuristic_sm90 import (
     UNEVEN,
     choose,
 )
-from moe_fp8.problem import MoeShape
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from cuda.bindings import driver
 from moe_fp8 import kernels
-from moe_fp8.closure import import_closure
-from moe_fp8.integrations import served
-from moe_fp8.integrations import sglang as sglang_plugin
-from moe_fp8.integrations import vllm as vllm_plugin
+from moe_fp8.cache import import_closure
+from moe_fp8.serving import served
+from moe_fp8.serving import sglang as sglang_plugin
+from moe_fp8.serving import vllm as vllm_plugin
 
 from scripts.common.project import ROOT
 
@@ -53,7 +53,7 @@ def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
 def test_the_entry_points(engine, group):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     _, found = text.split(f'[project.entry-points."{group}"]\n')
-    assert found.startswith(f'moe_fp8 = "moe_fp8.integrations.{engine}:register"\n')
+    assert found.startswith(f'moe_fp8 = "moe_fp8.serving.{engine}:register"\n')
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):
 
 def test_no_module_imports_one_that_imports_it():
     package = ROOT / "solutions" / "moe_fp8"
-    modules = [*(package / "integrations").glob("*.py")]
+    modules = [*(package / "serving").glob("*.py")]
     reach = {module: {*import_closure(module, package)} for module in modules}
     inits = {module for module in modules if module.name == "__init__.py"}
     for one in {*modules} - inits:
@@ -230,7 +230,7 @@ def test_no_module_imports_one_that_imports_it():
 
 def test_importing_a_plugin_imports_no_engine():
     code = (
-        "import sys, moe_fp8.integrations.vllm, moe_fp8.integrations.sglang; "
+        "import sys, moe_fp8.serving.vllm, moe_fp8.serving.sglang; "
         "assert not {'vllm', 'sglang'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "solutions")

@@ -23,16 +23,15 @@ from typing import Any
 import pytest
 from cutlass import Float32
 from markers import more
+from moe_fp8 import cache as caches
 from moe_fp8 import cache as program
-from moe_fp8.kernels import cache as caches
+from moe_fp8.cache import CACHE_VARIABLE, DESCRIPTION, DIGEST, OBJECT, KernelCache
+from moe_fp8.call import SILU, Form, Swiglu
+from moe_fp8.kernels import combine, grouped_gemm, permute, route, swiglu
 from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels import route
-from moe_fp8.kernels.cache import CACHE_VARIABLE, DESCRIPTION, DIGEST, OBJECT, KernelCache
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.swiglu import SwigluQuant
 from moe_fp8.kernels.sync import NamedBarrierId
-from moe_fp8.problem import SILU, Form, Swiglu
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 ARCH = "sm_90a"
@@ -238,7 +237,7 @@ def test_the_next_start_loads_what_the_loader_takes(monkeypatch, tmp_path):
     """The loader refuses a whole object file of another machine."""
 
     def start() -> Any:
-        return kernels.compile_combine.make(512, 4, ARCH)  # nothing is remembered in memory
+        return combine.compile_combine.make(512, 4, ARCH)  # nothing is remembered in memory
 
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     functions = [start()]
@@ -530,6 +529,12 @@ KEYS = {  # compile function -> its arguments, with two values of each
     },
     "combine": {"hidden": (512, 1024), "top_k": (4, 8), "arch": BOTH},
 }
+COMPILERS = {
+    "grouped_gemm": grouped_gemm.compile_grouped_gemm,
+    "permute": permute.compile_permute,
+    "swiglu_quant": swiglu.compile_swiglu_quant,
+    "combine": combine.compile_combine,
+}
 
 
 @pytest.fixture
@@ -542,7 +547,7 @@ def key_of(monkeypatch, tmp_path) -> Callable[..., str]:
     def key(name: str, *others: str) -> str:
         """With the other value of these arguments."""
         values = [pair[argument in others] for argument, pair in KEYS[name].items()]
-        getattr(kernels, f"compile_{name}").make(*values)
+        COMPILERS[name].make(*values)
         return json.dumps(looked_for.pop(), sort_keys=True)
 
     return key
@@ -557,7 +562,7 @@ def test_every_argument_is_part_of_the_key(name, key_of):
 def test_kernels_and_their_parameters_are_part_of_the_key():
     """The arguments may be the same, and the file of two kernels."""
     last = (4, 8, NamedBarrierId, route.Route, SwigluQuant)
-    keys = [compiling.made_of(kernels.Combine, (512, value), (), ARCH) for value in last]
+    keys = [compiling.made_of(combine.Combine, (512, value), (), ARCH) for value in last]
     assert len({key["parameters"] for key in keys}) == len(last)
     assert keys[0]["sources"] != keys[-1]["sources"], "a parameter's, too"
     of_route = route.Route, route.ChooseExperts
@@ -668,16 +673,17 @@ def test_source_digest_follows_imports(tmp_path, monkeypatch):
 COMPILE_IN_THREADS = """
 import threading
 from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.combine import compile_combine
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 count, original = [], compiling.cute.compile
 compiling.cute.compile = lambda *a, **k: count.append(1) or original(*a, **k)
 start, made = threading.Barrier(8), []
 def work(i):
     start.wait()
     # Some the same kernel, some different ones.
-    made.append(kernels.compile_combine(256 * (1 + i % 3), 4, "sm_90a"))
-    made.append(kernels.compile_grouped_gemm(GemmConfig(stages=2), 256, 256, 2, "sm_90a"))
+    made.append(compile_combine(256 * (1 + i % 3), 4, "sm_90a"))
+    made.append(compile_grouped_gemm(GemmConfig(stages=2), 256, 256, 2, "sm_90a"))
 threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
 for t in threads: t.start()
 for t in threads: t.join()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.common.project import ROOT
+from scripts.measure import shipped
 from scripts.pack import machine_code as code
 
 PTX = """\
@@ -55,6 +56,34 @@ def test_a_digest_covers_code_and_launches_and_no_names() -> None:
     assert other(mlir=MLIR.replace("a:4096", "b:4096")) == [False, False], "nor those of fields"
 
 
+V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
+TRITON = '''
+import triton, triton.language as tl
+
+@triton.jit
+def double(x, n, BLOCK: tl.constexpr):
+    """Of n."""
+    tl.store(x, 2 * tl.load(x))
+
+@triton.autotune(configs=[])
+@jit()
+def zero(x): tl.store(x, 0)
+
+def host(x):
+    return double[1,](x, 1, BLOCK=2)
+'''
+
+
+def test_a_peers_digest_covers_its_triton_kernels_alone() -> None:
+    first = code.triton_digest(["import torch\n", TRITON])
+    alike = TRITON.replace("Of n", "Another").replace("BLOCK=2", "BLOCK=4") + "# more"
+    above, below = TRITON.split("@triton.autotune", 1)
+    assert first == code.triton_digest([alike])
+    assert first == code.triton_digest(["@triton.autotune" + below, above]), "wherever they lie"
+    for old, new in (("2 * tl", "3 * tl"), ("tl.store(x, 0)", "tl.store(x, 1)"), ("n, B", "m, B")):
+        assert code.triton_digest([TRITON.replace(old, new)]) != first
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """A directory of results: a record of v1 with the hash `was`, and present digests."""
@@ -62,8 +91,9 @@ def results(tmp_path: Path) -> Path:
     content = {
         "versions": {"dsl": "4.8.1"},
         "digests": digests,
-        "kernels": {"cutedsl_moe_fp8_v1": [*digests], "cutedsl_moe_fp8_v2": ["sm_90a route"]},
-        "hashes": {"cutedsl_moe_fp8_v1": "was", "cutedsl_moe_fp8_v2": "was too"},
+        "kernels": {V1: [*digests], V2: ["sm_90a route"]},
+        "triton": {"triton_moe": code.triton_digest([TRITON])},
+        "hashes": {V1: "was", V2: "was too", "triton_moe": "theirs"},
     }
     record = tmp_path / "a-gpu" / "a-day"
     record.mkdir(parents=True)
@@ -80,9 +110,6 @@ def edited(path: Path, change: dict) -> None:
     code.read.cache_clear()
 
 
-V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
-
-
 @pytest.mark.parametrize(
     ("change", "same"),
     [
@@ -95,16 +122,22 @@ V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
 )
 def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, same) -> None:
     edited(results / code.FILE, change)
-    assert (code.unchanged(V1, "was", results), code.unchanged(V2, "was too", results)) == same
-    assert not code.unchanged(V1, "another", results), "of no record"
-    assert not code.unchanged("triton_moe", "was", results), "of no kernel of ours"
+    assert (
+        code.unchanged(V1, "was", [], results),
+        code.unchanged(V2, "was too", [], results),
+    ) == same
+    assert not code.unchanged(V1, "another", [], results), "of no record"
+    assert code.unchanged("triton_moe", "theirs", [TRITON, "moved = 1"], results)
+    assert not code.unchanged("triton_moe", "theirs", [TRITON.replace("2 *", "4 *")], results)
+    assert not code.unchanged("triton_moe", "was", [TRITON], results), "of no record"
 
 
 def test_units_are_those_that_ship() -> None:
-    units = code.units(every=False)
+    units = shipped.units(every=False)
     assert len({unit.name for unit in units}) == 46
-    assert {unit.solution for unit in units} == {"v1", "v2", "v3", "flat", "fused", "fused_hifi"}
-    of_hopper = {unit.name for unit in units if unit.solution == "v1" and "sm_90a" in unit.name}
+    names = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
+    assert {unit.solution for unit in units} == {f"cutedsl_moe_fp8_{name}" for name in names}
+    of_hopper = {unit.name for unit in units if unit.solution == V1 and "sm_90a" in unit.name}
     assert of_hopper == {
         "sm_90a main route, names tokens", "sm_90a main swiglu_quant", "sm_90a main combine",
         "sm_90a main gemm 4096x7168 128x128x128, cluster 1x1, 5 stages",

@@ -5,13 +5,12 @@ import sys
 import fake_libraries
 import pytest
 import torch
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import MoeShape
+from moe_fp8.call import BLOCK, MoeShape
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
+from scripts.common.metrics import calc_diff
 from scripts.data.rows import Writer
 from scripts.measure import batched
 from scripts.measure.gemm_problems import uneven_rows

@@ -8,13 +8,14 @@ import sys
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import fake_libraries
 import pytest
 import torch
+from moe_fp8 import reference
+from moe_fp8.call import DEEPSEEK_V3
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.layer import model
-from moe_fp8.problem import DEEPSEEK_V3
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
@@ -93,9 +94,9 @@ def kernel(monkeypatch):
 
     def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):
         calls.append((expert_rows.tolist(), config))
-        model.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config)
+        reference.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows)
 
-    monkeypatch.setattr("moe_fp8.kernels.operations.grouped_gemm", grouped_gemm)
+    monkeypatch.setattr("moe_fp8.ladder.steps.grouped_gemm", grouped_gemm)
     return calls
 
 
@@ -329,27 +330,22 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
-    from moe_fp8.layer import pipeline
-    from moe_fp8.problem import GroupedRows, MoeInputs
+    from moe_fp8.call import GroupedRows, MoeInputs
+    from moe_fp8.ladder import steps
 
-    launched = []
-
-    class Backend:
-        permute = swiglu_quant = combine = staticmethod(lambda *arguments: None)
-
-        @staticmethod
-        def grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config):
-            launched.append(config)
-
+    launched: list[Any] = []
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
-    layer = importlib.import_module(f"moe_fp8.{SOLUTIONS[name][0]}").LAYER
+    module = importlib.import_module(f"moe_fp8.ladder.{SOLUTIONS[name][0]}")
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
-    monkeypatch.setattr(pipeline, "select", lambda device: Backend)
+    monkeypatch.setattr(steps, "route", lambda *arguments, **options: grouped)
+    monkeypatch.setattr(steps, "grouped_gemm", lambda *arguments: launched.append(arguments[-1]))
+    for step in ("permute", "swiglu_quant", "combine"):
+        monkeypatch.setattr(steps, step, lambda *arguments: None)
     inputs = MoeInputs(*[None] * 8, 0, 1.0)
     output = torch.empty(tokens, DEEPSEEK_V3.hidden_size, dtype=torch.bfloat16, device="meta")
-    layer.finish(inputs, output, grouped, lambda stage: None)
+    module.moe.__wrapped__(inputs, output, DEEPSEEK_V3)
     shapes = LAYER_SHAPES.values()
     found = [gemm_variants.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
     assert found == launched
@@ -412,7 +408,7 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["sm90", "sm100"])
 def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     """The ladder is its heuristic's; the shipped configs and those beside them are its own."""
-    rules = importlib.import_module(f"moe_fp8.kernels.{name}.heuristic")
+    rules = importlib.import_module(f"moe_fp8.kernels.heuristic_{name}")
     architecture = HOPPER if name == "sm90" else BLACKWELL
     monkeypatch.setattr(gpu, "architecture", lambda: architecture)
     n, k = LAYER_SHAPES["gemm1"]
@@ -421,7 +417,7 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
         chosen = [heuristic(problem), *(gemm_variants.shipped(s, problem) for s in SOLUTIONS)]
-        assert {type(config) for config in chosen} == {type(architecture.config)}
+        assert {type(config) for config in chosen} == {type(rules.LARGEST)}
         tried = gemm_variants.solution_variants("flat", problem)
         assert {variant.config for variant in tried} <= set(map(str, rungs))
 

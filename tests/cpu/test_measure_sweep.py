@@ -9,18 +9,16 @@ import pandas as pd
 import pytest
 import torch
 from flashinfer_bench.data import Definition
-from moe_fp8 import experts, fused_moe
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8 import experts, fused_moe, reference
+from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
 from scripts.common.float32_experts import LARGEST_DIFF
+from scripts.common.metrics import calc_diff
 from scripts.common.project import FUSED, PREFIX, ROOT
 from scripts.data import rows
 from scripts.data.workload_specs import load_specs
@@ -186,7 +184,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     engines.shape = shape
     given, prepare, of = engines(inputs(6, experts=shape.num_experts))
     wanted = torch.empty(6, 256, dtype=torch.bfloat16)
-    model.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
+    reference.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
     assert len(prepare) == 9 and {*prepare} == {*of}
     peers = {name: said["peer"] for name, said in of.items()}
     lines = ["a peer + quantiser", "a peer prepared + quantiser"]

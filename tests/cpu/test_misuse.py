@@ -7,20 +7,20 @@ of the kernels.
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import bruteforce
 import numpy as np
 import pytest
 import torch
-from moe_fp8.functional import fused_moe
-from moe_fp8.layer.fused import FusedLayer
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.pipeline import Layer
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.api import fused_moe
+from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.layer import FusedLayer
 from test_functional import ROUTING, tensors_of
-from test_pipeline import layers_of, output_of
+from test_ladder import LAYERS as UNFUSED
 from test_problem import freed, misaligned
+
+from scripts.common.metrics import calc_diff
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("MOE_FP8_FUZZ", "12"))
@@ -33,9 +33,30 @@ SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
 TOKENS = 5
 
 
-def every_layer(shape: MoeShape) -> dict[str, Layer | FusedLayer]:
-    fused = {f"{n} terms": FusedLayer(shape, n) for n in (1, 2)}
-    return {**layers_of(shape), **fused}
+@dataclass(frozen=True)
+class Unfused:
+    """v1 to flat at a shape, as `FusedLayer` is made."""
+
+    name: str
+    shape: MoeShape
+
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor) -> None:
+        UNFUSED[self.name](inputs, output, self.shape)
+
+
+Layer = Unfused | FusedLayer
+
+
+def every_layer(shape: MoeShape) -> dict[str, Layer]:
+    unfused = {name: Unfused(name, shape) for name in UNFUSED}
+    return {**unfused, **{f"{n} terms": FusedLayer(shape, n) for n in (1, 2)}}
+
+
+def output_of(layer: Layer, inputs: MoeInputs) -> torch.Tensor:
+    """The output of one call into memory that was full of NaN."""
+    out = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
+    layer(inputs, out)
+    return out
 
 
 # --- wrong arguments of the function --------------------------------------------------------------

@@ -6,9 +6,11 @@ import bruteforce
 import numpy as np
 import pytest
 import torch
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff, cosine, matched_ratio
-from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8 import reference
+from moe_fp8.ladder.steps import batched_rows
+from moe_fp8.reference import flat_rows
+
+from scripts.common.metrics import calc_diff, cosine, matched_ratio
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -38,7 +40,7 @@ def gemm_operands(counts: list[int], max_rows: int, n: int, k: int, seed: int = 
 def test_grouped_gemm(counts, n, k):
     max_rows = 256
     a, a_scale, b, b_scale, out, layout = gemm_operands(counts, max_rows, n, k)
-    model.grouped_gemm(a, a_scale, b, b_scale, out, layout, None)
+    reference.grouped_gemm(a, a_scale, b, b_scale, out, layout)
     for expert, count in enumerate(counts):
         rows = slice(expert * max_rows, expert * max_rows + count)
         wanted = bruteforce.gemm(
@@ -58,12 +60,12 @@ def test_grouped_gemm(counts, n, k):
 
 def test_grouped_gemm_over_more_rows_than_are_computed_at_once(monkeypatch):
     operands = gemm_operands([200, 7], 256, 256, 256)
-    model.grouped_gemm(*operands)
+    reference.grouped_gemm(*operands)
     whole = operands[4].clone()
-    monkeypatch.setattr(model, "ROWS", 64)
-    monkeypatch.setattr(model, "COLUMNS", 128)
+    monkeypatch.setattr(reference, "ROWS", 64)
+    monkeypatch.setattr(reference, "COLUMNS", 128)
     operands[4].fill_(777.0)
-    model.grouped_gemm(*operands)
+    reference.grouped_gemm(*operands)
     assert calc_diff(operands[4], whole) < 1e-9
     assert (operands[4] == 777.0).sum() == (whole == 777.0).sum() == (56 + 249) * 256
 
@@ -77,10 +79,10 @@ def test_grouped_gemm_sums_blocks_in_ascending_order():
     a_scale = torch.tensor([1.0, 2.0**30, -(2.0**30)]).unsqueeze(1).expand(3, 128).contiguous()
     out = torch.empty(128, 128, dtype=BF16)
     layout = batched_rows(torch.tensor([128], dtype=torch.int32), 128)
-    model.grouped_gemm(a.to(FP8), a_scale, b.to(FP8), torch.ones(1, 1, 3), out, layout)
+    reference.grouped_gemm(a.to(FP8), a_scale, b.to(FP8), torch.ones(1, 1, 3), out, layout)
     assert (out == 0).all()
     flipped = a_scale.flip(0).contiguous()
-    model.grouped_gemm(a.to(FP8), flipped, b.to(FP8), torch.ones(1, 1, 3), out, layout)
+    reference.grouped_gemm(a.to(FP8), flipped, b.to(FP8), torch.ones(1, 1, 3), out, layout)
     assert (out == 1).all()
 
 
@@ -90,7 +92,9 @@ def test_grouped_gemm_multiplies_the_scales_first():
     b = torch.full((1, 128, 128), 448.0).to(FP8)
     out = torch.empty(128, 128, dtype=BF16)
     layout = batched_rows(torch.tensor([128], dtype=torch.int32), 128)
-    model.grouped_gemm(a, torch.full((1, 128), 1e-30), b, torch.full((1, 1, 1), 1e-30), out, layout)
+    reference.grouped_gemm(
+        a, torch.full((1, 128), 1e-30), b, torch.full((1, 1, 1), 1e-30), out, layout
+    )
     assert (out == 0).all()
 
 
@@ -98,7 +102,7 @@ def test_layouts_differ_in_places_only():
     """The same rows batched, aligned with gaps, and flat with rows that belong to no expert."""
     counts, max_rows, n, k = [3, 0, 130, 1], 256, 256, 256
     a, a_scale, b, b_scale, out, layout = gemm_operands(counts, max_rows, n, k)
-    model.grouped_gemm(a, a_scale, b, b_scale, out, layout)
+    reference.grouped_gemm(a, a_scale, b, b_scale, out, layout)
 
     def places(starts: list[int]) -> list[int]:
         return [s + i for s, count in zip(starts, counts, strict=True) for i in range(count)]
@@ -115,7 +119,7 @@ def test_layouts_differ_in_places_only():
         a2.view(torch.uint8)[rows] = a.view(torch.uint8)[batched]
         a2_scale[:, rows] = a_scale[:, batched]
         out2 = torch.full((152, n), 777.0, dtype=BF16)
-        model.grouped_gemm(a2, a2_scale, b, b_scale, out2, there)
+        reference.grouped_gemm(a2, a2_scale, b, b_scale, out2, there)
         assert torch.equal(out2[rows], out[batched])
         others = torch.ones(152, dtype=torch.bool)
         others[rows] = False
@@ -128,7 +132,7 @@ def test_permute():
     pair_row = torch.tensor([[5, -1, 0], [-1, -1, -1], [2, 3, 7], [-1, 8, -1]], dtype=torch.int32)
     a = torch.full((10, 256), torch.nan).to(FP8)
     a_scale = torch.full((2, 10), torch.nan)
-    model.permute(x, x_scale, pair_row, a, a_scale)
+    reference.permute(x, x_scale, pair_row, a, a_scale)
     token_of_row = {5: 0, 0: 0, 2: 2, 3: 2, 7: 2, 8: 3}
     for row in range(10):
         got = a.view(torch.uint8)[row]
@@ -146,7 +150,7 @@ def test_swiglu_quant_stops_at_the_row_count(rows):
     g[rows:] = torch.nan
     q = torch.full((6, 256), torch.nan).to(FP8)
     q_scale = torch.full((2, 6), torch.nan)
-    model.swiglu_quant(g, q, q_scale, torch.tensor([0, 9, rows], dtype=torch.int32))
+    reference.swiglu_quant(g, q, q_scale, torch.tensor([0, 9, rows], dtype=torch.int32))
     assert torch.equal(q[:rows].view(torch.uint8), whole_q[:rows].view(torch.uint8))
     assert torch.equal(q_scale[:, :rows], whole_scale[:, :rows])
     assert (q.view(torch.uint8)[rows:] == 0x7F).all() and q_scale[:, rows:].isnan().all()
@@ -156,7 +160,7 @@ def quantise(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, intermediate = g.shape[0], g.shape[1] // 2
     q = torch.full((rows, intermediate), torch.nan).to(FP8)
     q_scale = torch.full((intermediate // 128, rows), torch.nan)
-    model.swiglu_quant(g, q, q_scale, torch.tensor([rows], dtype=torch.int32))
+    reference.swiglu_quant(g, q, q_scale, torch.tensor([rows], dtype=torch.int32))
     return q, q_scale
 
 
@@ -288,7 +292,7 @@ def test_combine():
     pair_row = torch.tensor([[0, -1, 5], [-1, -1, -1], [8, 2, 3], [-1, 7, -1]], dtype=torch.int32)
     weights = torch.randn(4, 3, generator=generator)
     out = torch.full((4, 256), torch.nan, dtype=BF16)
-    model.combine(o, pair_row, weights, out)
+    reference.combine(o, pair_row, weights, out)
     wanted = np.zeros((4, 256))
     for t in range(4):
         for s in range(3):
@@ -304,7 +308,7 @@ def test_combine_sums_slots_in_order():
     o = torch.tensor([[2.0**30], [-(2.0**30)], [1.0]]).to(BF16)
     rows = torch.tensor([[0, 1, 2], [2, 0, 1]], dtype=torch.int32)
     out = torch.empty(2, 1, dtype=BF16)
-    model.combine(o, rows, torch.ones(2, 3), out)
+    reference.combine(o, rows, torch.ones(2, 3), out)
     assert out.flatten().tolist() == [1.0, 0.0]
 
 
@@ -313,7 +317,7 @@ def test_combine_reads_no_row_that_no_pair_names():
     o[1] = 2.0
     out = torch.empty(2, 128, dtype=BF16)
     rows = torch.tensor([[-1, 1], [-1, -1]], dtype=torch.int32)
-    model.combine(o, rows, torch.tensor([[torch.nan, 0.5], [torch.nan, torch.nan]]), out)
+    reference.combine(o, rows, torch.tensor([[torch.nan, 0.5], [torch.nan, torch.nan]]), out)
     assert (out[0] == 1).all() and (out[1] == 0).all()
 
 

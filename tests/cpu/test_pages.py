@@ -17,7 +17,7 @@ ELSEWHERE = {
     # What a packed solution and other projects have.
     *("main.py", "hpc/fuse_moe.py", "hpc/group_gemm.py"),
     # Examples.
-    *("solutions/moe_fp8/v7_idea.py", "x.py", "x/__init__.py"),
+    *("solutions/moe_fp8/ladder/v7_idea.py", "x.py", "x/__init__.py"),
 }
 
 

@@ -4,20 +4,19 @@ import dataclasses
 import re
 import sys
 import types
+from functools import partial
 
 import bruteforce
 import numpy as np
 import pytest
 import torch
 from bruteforce import TINY as SHAPE
+from moe_fp8.call import LARGEST, MoeInputs, MoeShape, check_call
+from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
 from moe_fp8.kernels.route import ChooseExperts
-from moe_fp8.layer import backend
-from moe_fp8.layer.pipeline import PaddedLayer
-from moe_fp8.layer.validate import validate
-from moe_fp8.problem import LARGEST, MoeInputs, MoeShape
-from moe_fp8.v2_vectorised import VectorisedPermutation
+from moe_fp8.ladder import v2_vectorised
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS = 5
@@ -55,9 +54,8 @@ class NoOperation(TorchDispatchMode):
 def refusal(good: dict, **changes) -> str:
     """The message with which a whole layer refuses the changed arguments, before any operation."""
     inputs, output = split(good | changes)
-    layer = PaddedLayer(VectorisedPermutation, None, SHAPE)
     with NoOperation(), pytest.raises(ValueError) as error:
-        layer(inputs, output)
+        v2_vectorised.moe(inputs, output, SHAPE)
     return str(error.value)
 
 
@@ -115,7 +113,7 @@ def test_a_fault_of_a_tensor_is_named(good, name, fault):
     wrong = change(good[name])
     if fault == "address" and name.endswith("scale"):
         inputs, output = split(good | {name: wrong})
-        assert validate(inputs, output, SHAPE) == TOKENS, "scales may lie anywhere"
+        assert check_call(inputs, output, SHAPE) == TOKENS, "scales may lie anywhere"
         return
     message, of_logits = refusal(good, **{name: wrong}), name == "routing_logits"
     if of_logits and fault in OF_ANOTHER:
@@ -145,7 +143,7 @@ def test_output_in_the_memory_of_an_input(good, name, where):
         placed(output_at + (0 if at else 16), good["output"]),
     )
     inputs, output = split(good | {name: beside[0], "output": beside[1]})
-    assert validate(inputs, output, SHAPE) == TOKENS
+    assert check_call(inputs, output, SHAPE) == TOKENS
 
 
 SCALARS = {
@@ -189,7 +187,7 @@ def test_a_fault_of_a_scalar_is_named(good, name):
 )
 def test_scalars_that_are_accepted(good, offset, scaling):
     """Each is the number that it holds: the output is that of plain python numbers."""
-    layer = PaddedLayer(VectorisedPermutation, None, SHAPE)
+    layer = partial(v2_vectorised.moe, shape=SHAPE)
     plain = good | {"local_expert_offset": 4, "routed_scaling_factor": float(scaling)}
     wanted, got = (torch.full_like(good["output"], torch.nan) for _ in range(2))
     layer(split(plain)[0], wanted)
@@ -211,7 +209,7 @@ def test_renormalize_takes_no_bias():
                      n_group=1, topk_group=1, top_k=3, routing="renormalize")  # fmt: skip
     inputs = bruteforce.random_inputs(shape, TOKENS)
     output = torch.empty(TOKENS, 256, dtype=torch.bfloat16)
-    assert validate(inputs, output, shape) == TOKENS
+    assert check_call(inputs, output, shape) == TOKENS
     bias = torch.zeros(16, dtype=torch.bfloat16)
     for wrong, message in (
         ({"routing_bias": bias}, "routing_bias: expected None .* got Tensor"),
@@ -220,13 +218,13 @@ def test_renormalize_takes_no_bias():
         ({"hidden_states": misaligned(inputs.hidden_states)}, "hidden_states: expected an address"),
     ):
         with pytest.raises(ValueError, match=message):
-            validate(inputs._replace(**wrong), output, shape)
+            check_call(inputs._replace(**wrong), output, shape)
 
 
 def test_validation_costs_little(good):
     """Counts calls, which no busy machine changes: 79 with Python 3.11, 5 us on an idle machine."""
     inputs, output = split(good)
-    validate(inputs, output, SHAPE)  # what is remembered
+    check_call(inputs, output, SHAPE)  # what is remembered
     calls = 0
 
     def count(frame, event, argument) -> None:
@@ -235,7 +233,7 @@ def test_validation_costs_little(good):
 
     sys.setprofile(count)
     try:
-        validate(inputs, output, SHAPE)
+        check_call(inputs, output, SHAPE)
     finally:
         sys.setprofile(None)
     assert 0 < calls < 100, calls
@@ -308,10 +306,10 @@ def test_a_workspace_has_the_rows_that_there_can_be(local, megabytes):
 
 
 def test_the_cpu_has_the_reference_model_and_other_devices_are_refused(monkeypatch):
-    assert backend.select(torch.device("cpu")).__name__.endswith(".model")
+    assert not architectures.has_kernels(torch.device("cpu"))
     with pytest.raises(ValueError, match=r"unsupported device meta .*expected a GPU of .*9\.0"):
-        backend.select(torch.device("meta"))
+        architectures.has_kernels(torch.device("meta"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ValueError, match=r"cuda:7 \(NVIDIA A100, compute capability 8\.0\).*9\.0"):
-        backend.select(torch.device("cuda", 7))
+        architectures.has_kernels(torch.device("cuda", 7))

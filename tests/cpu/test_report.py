@@ -13,7 +13,7 @@ from scripts.common.project import RESULTS_DIR
 from scripts.data.rows import Rows
 from scripts.pack import sources
 from scripts.report import generated, report
-from scripts.report.plots import image, latency_figure, stages_figure
+from scripts.report.plots import image, latency_figure
 from scripts.table import pivots
 from scripts.table import recorded as recorded_module
 from scripts.table.recorded import read
@@ -90,14 +90,14 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     page, recorded = Page(text), read(RECORD)
     assert len(page.ids) == len(set(page.ids))
     assert page.open == [] and len(text) < 2e6
-    assert {"ranking0", "stages", "gemm", "sweep", "environment"} <= set(page.ids)
+    assert {"ranking0", "gemm", "sweep", "environment"} <= set(page.ids)
     links = {load[1:] for load in page.loads if load.startswith("#")}
     assert links <= set(page.ids)
     pictures = [load for load in page.loads if load.startswith("data:image/svg+xml;base64,")]
     assert len(page.loads) == len(links) + len(pictures), "loads something"
     assert not re.search(r"@import|url\(", text)
-    # Latency by each clock, stages, the GEMMs on the workloads' rows, and of each sweep.
-    assert len(pictures) == 2 + 1 + 1 + len(report.SWEEPS)
+    # Latency by each clock, the GEMMs on the workloads' rows, and of each sweep.
+    assert len(pictures) == 2 + 1 + len(report.SWEEPS)
     assert "color-scheme: light dark" in text and 'name="viewport"' in text
     hardware, (gpu, *_) = recorded.main.hardware, recorded.info["environment"]["gpus"]
     assert hardware in page.words and gpu["driver"] in page.words
@@ -182,28 +182,6 @@ def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
 def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
     head, *lines = measurement(name, rows, **more)
     return Rows({head["id"]: head}, lines)
-
-
-STAGES = [
-    {"tokens": 7, "routing": "r", "hash": "1", "subject": "cutedsl_moe_fp8_flat"} | row
-    for row in (
-        {"part": "routing", "value": 1.0},
-        {"part": "gemm1", "value": 2.0},
-        {"part": "fused", "value": 0.5},
-        {"part": "end to end", "value": 3.25},
-    )
-]
-
-
-def test_stages_figure_stacks_the_stages() -> None:
-    (ax,) = stages_figure(in_memory("stages", STAGES), "stages").axes
-    assert [patch.get_width() for patch in ax.patches] == [1.0, 2.0, 0.5]
-    assert [patch.get_x() for patch in ax.patches] == [0.0, 1.0, 3.0]
-    (total,) = ax.get_lines()
-    assert list(total.get_xdata()) == [3.25, 3.25]
-    for stages, said in ((STAGES, "3.250 ms"), (STAGES[:-1], "3.500 ms")):  # ended before its whole
-        (ax,) = stages_figure(in_memory("stages", stages), "stages").axes
-        assert said in [text.get_text() for text in ax.texts]
 
 
 def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
@@ -346,7 +324,11 @@ def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -
     of_run = {"cutedsl_moe_fp8_flat": "1", "peer_a": "1", "peer_b": "1"}
     now = {"cutedsl_moe_fp8_flat": "2", "peer_a": "1"}
     monkeypatch.setattr(sources, "current", lambda *_: now)
-    rows = measurement("stages", [*STAGES, STAGES[0] | {"subject": "peer_a"}])
+    gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
+    gemm |= {"subject": "flat", "peer": False, "roofline": 1.0}
+    gemm |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}
+    rates = {"copy_bytes_per_s": 1.0, "read_bytes_per_s": 1.0, "fp8_flops_per_s": 1.0}
+    rows = measurement("gemm_study", [gemm, gemm | {"subject": "p", "peer": True}], rates=rates)
     run = some_run(tmp_path, rows, solutions=of_run)
     _, page = page_of(run)
     assert "Since this run the source of flat has changed" in page.words

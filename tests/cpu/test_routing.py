@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from moe_fp8.layer.routing import choose_experts, group_rows
-from moe_fp8.problem import DEEPSEEK_V3, MoeShape
+from moe_fp8.call import DEEPSEEK_V3, MoeShape
+from moe_fp8.reference import choose_experts, group_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SHAPES = [

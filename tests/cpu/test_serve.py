@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import compile_ahead, experts, functional
+from moe_fp8 import api, experts
+from moe_fp8.cache import CACHE_VARIABLE, KernelCache
+from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations
+from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
-from moe_fp8.kernels.cache import CACHE_VARIABLE, KernelCache
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import Form, MoeShape
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.serving import prepare
 from programs import call, gone
 
 from scripts.common.command_line import Failure, UsageError
 from scripts.common.float32_experts import in_float32
+from scripts.common.metrics import calc_diff
 from scripts.common.project import ROOT
 from scripts.data.rows import FILE, read
 from scripts.programs import serve
@@ -686,15 +687,15 @@ def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
 def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(inside, "CHECK_TOKENS", 9)
-    monkeypatch.setattr(functional, "experts", experts)  # what `watch` replaces
-    monkeypatch.setattr(inside, "CALLERS", ("functional",))
+    monkeypatch.setattr(api, "experts", experts)  # what `watch` replaces
+    monkeypatch.setattr(inside, "CALLERS", ("api",))
     monkeypatch.setattr(inside, "count", lambda: None)
     for _ in range(2):  # as an engine may register a plugin
         inside.register_vllm()
     calls = [experts_of() for _ in range(4)]  # of weights of their own
     for rank, (arguments, how) in zip((1, 1, 2, 2), calls, strict=True):
         monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
-        functional.experts(*arguments, **how)
+        api.experts(*arguments, **how)
     assert [len(of_rank) for of_rank in inside.layers_of(tmp_path)] == [2, 2]
 
 
@@ -706,7 +707,7 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
     def in_processes(left: list[tuple]) -> None:
         with monkeypatch.context() as its:
             its.setattr(compiling, "fakes", fakes)
-            compiling.compiled(*operations.fused_kernel(*left[0]))
+            compiling.compiled(*fused.describe_fused(*left[0]))
 
     fakes, kept = compiling.fakes, KernelCache(tmp_path / "kernels")
     monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
@@ -715,16 +716,16 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
     monkeypatch.setattr(compiling, "_export", lambda function, path: path.write_text("kernel"))
     monkeypatch.setattr(compiling, "_load", lambda path: path.read_text())
     monkeypatch.setattr(compiling, "fakes", fakes)  # what `count` replaces
-    monkeypatch.setattr(compile_ahead, "compile_all", compile_ahead.compile_all)
-    monkeypatch.setattr(compile_ahead, "in_processes", in_processes)
-    monkeypatch.setattr(compile_ahead, "cores", lambda: 2)
-    monkeypatch.setattr(operations.compile_fused, "functions", {})
+    monkeypatch.setattr(prepare, "compile_all", prepare.compile_all)
+    monkeypatch.setattr(prepare, "in_processes", in_processes)
+    monkeypatch.setattr(prepare, "cores", lambda: 2)
+    monkeypatch.setattr(fused.compile_fused, "functions", {})
     inside.count()
     pair, form = HOPPER.choose_layer(1, SMALL, 1), Form.usual(SMALL)
     geometries = [(SMALL, *pair, multiprocessors, "sm_90a", form) for multiprocessors in (1, 2, 3)]
     for step, count in enumerate(counts):
         if step == 2:
             kept.trim(0)
-        operations.compile_fused.functions.clear()
-        compile_ahead.compile_all(geometries)
+        fused.compile_fused.functions.clear()
+        prepare.compile_all(geometries)
         assert inside.compilations(tmp_path) == count

@@ -6,8 +6,9 @@ import pytest
 import torch
 from engines.reference import Weights, layer, wide
 from moe_fp8 import experts, pad_shard
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.numerics import BLOCK
+from moe_fp8.call import BLOCK
+
+from scripts.common.metrics import calc_diff
 
 LOCAL, HIDDEN = 4, 256
 

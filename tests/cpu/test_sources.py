@@ -83,4 +83,4 @@ def test_sources_that_cannot_be_packed_are_one_line(monkeypatch) -> None:
 
     monkeypatch.setattr(sources, "generations", generations)
     with pytest.raises(UsageError, match="cannot be packed: gen.py: no docstring"):
-        sources.current.__wrapped__()
+        sources.packed.__wrapped__()

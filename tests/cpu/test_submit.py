@@ -216,7 +216,7 @@ def test_for_another_data_set_its_own_tensors_must_have_been_measured(
 @pytest.mark.parametrize("form", ["trace", "apply", "flashinfer"])
 def test_what_does_not_build_is_not_exported(form: str, tmp_path: Path, flat: Export) -> None:
     broken = copy.deepcopy(flat.content)
-    (source,) = (s for s in broken["sources"] if s["path"] == "moe_fp8/numerics.py")
+    (source,) = (s for s in broken["sources"] if s["path"] == "moe_fp8/reference.py")
     source["content"] = "raise ArithmeticError('broken')\n"
     output = tmp_path / "a" / "tree"
     with pytest.raises(PackError, match="broken"):

@@ -6,16 +6,14 @@ import math
 import pytest
 import torch
 from engines.reference import Weights, layer
-from moe_fp8 import experts, fused_moe
+from moe_fp8 import experts, fused_moe, reference
+from moe_fp8.call import MoeInputs, MoeShape, Swiglu
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import describe_fused
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.pipeline import PlacedLayer
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import MoeInputs, MoeShape, Swiglu
-from moe_fp8.quantise import quantise_rows
-from moe_fp8.v4_flat import place_flat
+from moe_fp8.ladder import v4_flat
+from moe_fp8.reference import choose_experts, quantise_rows
+
+from scripts.common.metrics import calc_diff
 
 SHAPE = MoeShape(16, 8, 256, 128, 4, 2, 3)
 LOCAL, HIDDEN, WIDTH = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
@@ -72,7 +70,7 @@ def test_the_layers_of_one_operation_after_the_other_take_it_too(problem):
     inputs = MoeInputs(logits, bias, q, scale, *tensors, 0, 2.5)
     shape = dataclasses.replace(SHAPE, swiglu=Swiglu(0.5, 1.702, 1.0))
     out = torch.empty_like(x)
-    PlacedLayer(place_flat, lambda *_, **known: GemmConfig(), shape)(inputs, out)
+    v4_flat.moe(inputs, out, shape)
     wanted = fused_moe(
         *inputs[:8], routed_scaling_factor=2.5, n_group=4, topk_group=2, top_k=3, **OPTIONS[1]
     )
@@ -83,7 +81,7 @@ def test_a_zero_keeps_its_sign():
     """As in the kernels, which add nothing where beta is 0."""
     g = torch.tensor([[-0.0] * WIDTH + [1.0] * WIDTH])  # up, gate
     q = torch.empty(1, WIDTH, dtype=torch.float8_e4m3fn)
-    model.swiglu_quant(g, q, torch.empty(1, 1), torch.tensor([1], dtype=torch.int32))
+    reference.swiglu_quant(g, q, torch.empty(1, 1), torch.tensor([1], dtype=torch.int32))
     assert (q.view(torch.uint8) == 0x80).all()
 
 

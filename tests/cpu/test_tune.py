@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from gpu.every_config import TOKENS
+from moe_fp8.call import DEEPSEEK_V3, MoeInputs
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs
 
 from scripts.common.command_line import EXIT_FAILED
 from scripts.data import rows

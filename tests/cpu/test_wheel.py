@@ -16,7 +16,7 @@ import cutlass
 import pytest
 import torch
 from moe_fp8 import experts, fused_moe
-from moe_fp8.problem import MoeShape
+from moe_fp8.call import MoeShape
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "solutions" / "moe_fp8"

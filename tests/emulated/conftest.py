@@ -44,8 +44,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def fresh(emulator, monkeypatch):  # noqa: F811
     """Default settings for every test, of a small Hopper; what was compiled before is on disk."""
-    from moe_fp8.kernels import operations
+    from moe_fp8.kernels import architectures
 
     on_disk.use(monkeypatch)
-    monkeypatch.setattr(operations, "target_of", lambda device: "sm_90a")
-    monkeypatch.setattr(operations, "multiprocessors_of", lambda device: 4)
+    monkeypatch.setattr(architectures, "has_kernels", lambda device: True)
+    monkeypatch.setattr(architectures, "of_device", lambda device: architectures.HOPPER)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: 4)

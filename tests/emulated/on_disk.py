@@ -30,7 +30,8 @@ def contents(directory: Path) -> bytes:
 
 def use(monkeypatch) -> None:
     """Look for what the package compiles in this directory, and keep it there."""
-    from moe_fp8.kernels import cache, compile
+    from moe_fp8 import cache
+    from moe_fp8.kernels import compile
 
     digest_of: Callable[..., str] = compile._source_digest
 

@@ -5,14 +5,22 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
-from moe_fp8.kernels import operations
-from moe_fp8.layer import model
-from moe_fp8.layer.rows import batched_rows, flat_rows
-from moe_fp8.problem import BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8 import reference
+from moe_fp8.call import BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.kernels import architectures
+from moe_fp8.ladder.steps import batched_rows
+from moe_fp8.layer import make_call
+from moe_fp8.reference import flat_rows
 from ptxemu import options
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
+
+
+def use_target(monkeypatch, target: str) -> None:
+    """Make `target` what all kernels are compiled for, and by whose rules configs are chosen."""
+    architecture = architectures.of_target(target)
+    monkeypatch.setattr(architectures, "of_device", lambda device: architecture)
 
 
 class Gemm(NamedTuple):
@@ -77,7 +85,7 @@ def gemm(
     a.view(torch.uint8)[padding] = 0x7F  # NaN
     a_scale[:, padding] = torch.nan
     expected = torch.full((total, n), UNTOUCHED, dtype=torch.bfloat16)
-    model.grouped_gemm(a, a_scale, b, b_scale, expected, expert_rows, None)
+    reference.grouped_gemm(a, a_scale, b, b_scale, expected, expert_rows)
     return Gemm(a, a_scale, b, b_scale, expert_rows, expected)
 
 
@@ -110,5 +118,5 @@ def fused_output(
     out = torch.full(inputs[2].shape, fill, dtype=torch.bfloat16)
     options.poison_races = poison and configs[1].dynamic
     tokens, terms = out.shape[-2], configs[1].terms
-    operations.fused_call(tokens, out.device, shape, terms, configs, form)(inputs, out)
+    make_call(tokens, out.device, shape, terms, configs, form)(inputs, out)
     return out

@@ -10,17 +10,18 @@ import pytest
 import test_batched_experts as by_expert
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
+from moe_fp8 import reference
+from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels.fused import workspace_bytes
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import Form, MoeShape
+from moe_fp8.layer import make_call
 from problems import fused_output
 from ptxemu.engine import DEPENDENTS
 from ptxemu.testing import replace
 from test_experts import KINDS, calls
 from test_fused import CONFIGS, GATHERED, TOLERANCE
 from test_layers import SHAPE, inputs_of
+
+from scripts.common.metrics import calc_diff
 
 
 class Call(NamedTuple):
@@ -53,8 +54,8 @@ def one_workspace(monkeypatch) -> None:
         assert size <= len(memory)
         return memory.data_ptr()
 
-    monkeypatch.setattr(kernels, "allocate", allocate)
-    monkeypatch.setattr(kernels, "free", lambda address: None)
+    monkeypatch.setattr("moe_fp8.layer.allocate", allocate)
+    monkeypatch.setattr("moe_fp8.layer.free", lambda address: None)
 
 
 def two_calls(
@@ -66,7 +67,7 @@ def two_calls(
     for call in map(LAYERS[layer], (FIRST, second)):
         out = torch.full(call.inputs[2].shape, 7.0, dtype=torch.bfloat16)
         of_geometry = call.shape, 1, CONFIGS[name], call.form
-        launch = kernels.fused_call(out.shape[-2], out.device, *of_geometry)
+        launch = make_call(out.shape[-2], out.device, *of_geometry)
         outputs.append(out)
         launches.append((launch, call.inputs, out))
     del emulator.reports[:]
@@ -108,7 +109,7 @@ def test_what_changed_since_the_call_before_is_read(layer, emulator):
     sleeps or learns, and of one whose experts move."""
     inputs, shape, form = copy.deepcopy(LAYERS[layer](9))  # other tests have the same weights
     out = torch.full(inputs[2].shape, 7.0, dtype=torch.bfloat16)
-    call = kernels.fused_call(9, out.device, shape, 1, CONFIGS[NAME], form)
+    call = make_call(9, out.device, shape, 1, CONFIGS[NAME], form)
     call(inputs, out)
     before = out.clone()
     for weights in inputs[4:8]:
@@ -117,7 +118,9 @@ def test_what_changed_since_the_call_before_is_read(layer, emulator):
         inputs = inputs._replace(expert_map=inputs.expert_map.roll(1))
     call(inputs, out.fill_(7.0))
     wanted = torch.full_like(out, 7.0)
-    (model.batched if form.batched else model.fused)(inputs, wanted, shape, 1, form.gate_first)
+    (reference.batched if form.batched else reference.fused)(
+        inputs, wanted, shape, 1, form.gate_first
+    )
     assert calc_diff(out, wanted) < TOLERANCE[1] and calc_diff(before, wanted) > 0.1
 
 

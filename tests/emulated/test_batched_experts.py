@@ -7,18 +7,18 @@ from typing import NamedTuple
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
+from moe_fp8 import reference
+from moe_fp8.call import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
 from moe_fp8.kernels.permute import PLACE_WARPS
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
-from moe_fp8.quantise import quantise_rows
-from problems import fp8, fused_output
+from moe_fp8.reference import quantise_rows
+from problems import fp8, fused_output, use_target
 from ptxemu.testing import replace
 from test_experts import TARGETS, odd_tokens, same
 from test_fused import TOLERANCE
 from test_fused_sm100 import configs_of
 from test_mutations import noticed as noticed_in
+
+from scripts.common.metrics import calc_diff
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPE = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")
@@ -70,7 +70,7 @@ def wanted_of(
     inputs: BatchedInputs, terms: int = 1, shape: MoeShape = SHAPE, gate_first: bool = False
 ) -> torch.Tensor:
     out = torch.full(inputs.x.shape, UNTOUCHED, dtype=BF16)
-    model.batched(inputs, out, shape, terms, gate_first)
+    reference.batched(inputs, out, shape, terms, gate_first)
     return out
 
 
@@ -83,7 +83,7 @@ def agree(got: torch.Tensor, wanted: torch.Tensor, inputs: BatchedInputs, terms:
 
 @pytest.fixture(autouse=True)
 def device(kernel, monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: kernel.target)
+    use_target(monkeypatch, kernel.target)
 
 
 EARLY = Kernel("sm_90a", "8 swapped, early")

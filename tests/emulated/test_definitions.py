@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from moe_fp8 import reference
+from moe_fp8.call import MoeShape
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import MoeShape
 from problems import fused_output, layer_inputs
+
+from scripts.common.metrics import calc_diff
 
 SHAPE = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
                  n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
@@ -35,7 +36,7 @@ CONFIGS = {
 def test_as_the_model(shape, name, tokens, terms, dynamic, emulator):
     inputs, config = layer_inputs(shape, tokens, None, 0, 1.0), CONFIGS[name]
     wanted = torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16)
-    model.fused(inputs, wanted, shape, terms=terms)
+    reference.fused(inputs, wanted, shape, terms=terms)
     rows = dict(tile_m=config.tile_m, swap_ab=config.swap_ab)
     schedule = Schedule.DYNAMIC if dynamic else Schedule.STATIC
     second = GemmConfig(**rows, stages=3, terms=terms, schedule=schedule)

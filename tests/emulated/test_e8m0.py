@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.problem import Form
-from problems import fused_output
+from moe_fp8.call import Form
+from problems import fused_output, use_target
 from test_fused_sm100 import configs_of
 from test_layers import SHAPE, inputs_of
 
@@ -20,7 +19,7 @@ E8M0 = torch.float8_e8m0fnu
 )
 def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
     """With the least exponent, which is subnormal, and with the byte that is a NaN."""
-    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    use_target(monkeypatch, target)
     inputs = inputs_of(9, 4)
     given = {}
     for field in ("gemm1_weights_scale", "gemm2_weights_scale"):

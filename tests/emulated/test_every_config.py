@@ -6,11 +6,11 @@ import pytest
 import torch
 from gpu.every_config import Job, Sizes, shipped, wrong
 from markers import more
+from moe_fp8.call import DEEPSEEK_V3, MoeShape
 from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import heuristic_sm100 as sm100
-from moe_fp8.kernels import operations
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
-from moe_fp8.problem import DEEPSEEK_V3, MoeShape
+from problems import use_target
 
 SMALL = Sizes(
     n=512,
@@ -35,7 +35,7 @@ def test_every_config_that_ships_is_run(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
 def test_right_ones(target, emulator, monkeypatch):
-    monkeypatch.setattr(operations, "target_of", lambda device: target)
+    use_target(monkeypatch, target)
     # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
     emulator.options.poison_races = True
     emulator.options.dependents = "early"

@@ -8,18 +8,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.route import WORD_TOKENS
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.routing import choose_experts, given_experts, group_rows
-from moe_fp8.problem import Form, MoeInputs, MoeShape, RoutedInputs, some_tokens
-from moe_fp8.quantise import quantise_rows
-from problems import fp8, fused_output
+from moe_fp8 import reference
+from moe_fp8.call import Form, MoeInputs, MoeShape, RoutedInputs, some_tokens
+from moe_fp8.kernels import architectures
+from moe_fp8.kernels.permute import compile_permute
+from moe_fp8.kernels.route import WORD_TOKENS, compile_route
+from moe_fp8.ladder import steps
+from moe_fp8.reference import choose_experts, given_experts, group_rows, quantise_rows
+from problems import fp8, fused_output, use_target
 from ptxemu.testing import replace
 from test_fused import CONFIGS
 from test_fused_sm100 import CONFIGS as BLACKWELL_S
 from test_layers import SHAPE, inputs_of
+
+from scripts.common.metrics import calc_diff
 
 BF16 = torch.bfloat16
 OFFSET = 4
@@ -44,7 +46,7 @@ def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Ten
     m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
     token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
     counters = torch.full((3,), -7, dtype=torch.int32)
-    kernels.compile_route(shape, True, target, form)(
+    compile_route(shape, True, target, form)(
         given.topk_ids, given.topk_weights, given.local_expert_offset, experts,
         expert, marks, weights, m_indptr, pair_row, token_of_row, counters, None,
     )  # fmt: skip
@@ -139,11 +141,20 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return numbers and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
+def permute_as_compiled(x, x_scale, pair_row, a, a_scale, ue8m0: bool) -> None:
+    """Do the same as `reference.permute`. Only the fused layer permutes tokens in bfloat16."""
+    if x_scale is not None:
+        return steps.permute(x, x_scale, pair_row, a, a_scale)
+    target, form = architectures.of_device(x.device).target, Form(x=x.dtype)
+    permute = compile_permute(x.shape[1], pair_row.shape[1], target, form, ue8m0)
+    permute(x, None, pair_row, a, a_scale, None)
+
+
 @pytest.mark.parametrize("target", ["sm_90a", *more("sm_100a")])
 @pytest.mark.parametrize("hidden", [384, *more(128, 7168)])
 @pytest.mark.parametrize("kind", ["bfloat16", "powers of two", "token-major", "padded"])
 def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    use_target(monkeypatch, target)
     tokens, rows = 19, 24
     torch.manual_seed(0)
     x = odd_tokens(tokens, hidden)
@@ -159,7 +170,7 @@ def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
     places = torch.randperm(rows)[:21].int()
     pair_row[3:, 0], pair_row[:5, 1] = places[: tokens - 3], places[tokens - 3 :]
     outputs = []
-    for permute in (model.permute, kernels.permute):
+    for permute in (reference.permute, permute_as_compiled):
         a = torch.full((rows, hidden), 3.0).to(torch.float8_e4m3fn)
         a_scale = torch.full((hidden // 128, rows), 3.0)
         permute(*given, pair_row, a, a_scale, ue8m0)
@@ -255,7 +266,7 @@ def output_of(call: Call, target: str, name: str) -> torch.Tensor:
 
 @pytest.fixture
 def layer(case, monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: case[0])
+    use_target(monkeypatch, case[0])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +290,7 @@ def test_the_bits_of_the_definition_s_call(kind, case, layer, emulator):
         assert len(emulator.reports) == 2 * launched, "no launch more"
         assert not any(report.hazards for report in emulator.reports)
         by_model = torch.empty_like(got)
-        model.fused(call.inputs, by_model, call.shape, 1, call.form.gate_first)
+        reference.fused(call.inputs, by_model, call.shape, 1, call.form.gate_first)
         assert calc_diff(got, by_model) < 1e-4
 
 
@@ -313,7 +324,7 @@ def test_experts_that_are_given_twice(case, layer, emulator):
     form = Form(torch.int32, torch.float32)
     got, wanted = output_of(Call(inputs, GIVEN, form), *case), torch.empty(40, 384, dtype=BF16)
     assert not any(report.hazards for report in emulator.reports)
-    model.fused(inputs, wanted, GIVEN)
+    reference.fused(inputs, wanted, GIVEN)
     assert calc_diff(got, wanted) < 1e-4 and (wanted != 0).any(dim=1).all()
 
 

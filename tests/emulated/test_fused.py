@@ -7,20 +7,28 @@ from itertools import product
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
+from moe_fp8 import reference
+from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
-from moe_fp8.kernels.fused import max_rows, offsets, workspace_bytes, workspace_parts
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.routing import route
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.kernels.fused import (
+    compile_fused,
+    max_rows,
+    offsets,
+    workspace_bytes,
+    workspace_parts,
+)
+from moe_fp8.layer import make_call
+from moe_fp8.reference import route
 from problems import fused_output, layer_inputs
 from ptxemu import MODES
 from ptxemu.testing import Edit, replace
 from test_layers import SHAPE, inputs_of
 from test_mutations import PARITY, WAIT, all_of
 from test_mutations import noticed as noticed_in
+
+from scripts.common.metrics import calc_diff
 
 CONFIGS = {
     "8 swapped": 2 * (GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
@@ -59,7 +67,7 @@ def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True)
 def test_as_the_model(name, tokens, offset, terms, mode, emulator):
     inputs = inputs_of(tokens, offset)
     wanted = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
-    model.fused(inputs, wanted, SHAPE, terms=terms)
+    reference.fused(inputs, wanted, SHAPE, terms=terms)
     out = output_of(inputs, name, terms)
     assert calc_diff(out, wanted) < TOLERANCE[terms]
     assert out.isfinite().all()
@@ -79,7 +87,7 @@ def test_what_is_not_finite_spreads_as_in_the_model(name, bad, emulator):
         x[(1, 2) if x.dim() == 2 else (2, 0, 0)] = bad
         changed = inputs._replace(**{field: x})
         wanted = torch.full_like(clean, torch.nan)
-        model.fused(changed, wanted, SHAPE)
+        reference.fused(changed, wanted, SHAPE)
         got = output_of(changed, name)
         assert torch.equal(got.isfinite(), wanted.isfinite()) and not wanted.isfinite().all()
         other = wanted.isfinite().all(dim=1)
@@ -131,7 +139,7 @@ def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
 @pytest.mark.parametrize("multiprocessors", [14, 18, 20])
 def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
     """Of the first GEMM, so that each of the others has as many tiles."""
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: multiprocessors)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: multiprocessors)
     inputs, clusters = inputs_of(41, 4), multiprocessors // 2
     rows = route(inputs, SHAPE).m_indptr.diff()
     tiles = int((-(-rows // 8)).sum()) * SHAPE.intermediate_size // 128
@@ -139,7 +147,7 @@ def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
     assert -(-tiles // turns) < clusters
     out = output_of(inputs, "8 swapped, early")
     assert not any(report.hazards for report in emulator.reports)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: 4)
     assert torch.equal(out, output_of(inputs, "8 swapped"))
 
 
@@ -157,7 +165,7 @@ def test_a_wrong_second_term(factor, name, emulator):
     """It is small: half of it must not pass for rounding."""
     inputs = inputs_of(41, 4)
     wanted = torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16)
-    model.fused(inputs, wanted, SHAPE, terms=2)
+    reference.fused(inputs, wanted, SHAPE, terms=2)
     # What the first term leaves is the one difference of a float32 and another.
     left = replace(r"sub\.f32\s+(%r\d+), [^;]*;", rf"\g<0>\nmul.f32 \1, \1, {factor};")
     emulator.host.ptx_transform = all_of(left)
@@ -188,7 +196,7 @@ def test_the_compiled_function_refuses(emulator):
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
-    call = kernels.fused_call(9, wanted.device, SHAPE, 1, CONFIGS["8 swapped"])
+    call = make_call(9, wanted.device, SHAPE, 1, CONFIGS["8 swapped"])
     emulator.reports.clear()
     held, taken = set(emulator.host.ranges), []
     for fault, name in product(FAULTS, [*MoeInputs._fields[:8], "output"]):
@@ -237,7 +245,7 @@ def test_fewer_experts_here_than_a_token_has(name, local, emulator):
     inputs.routing_logits[:, 4 : 4 + local] += 20.0
     assert int(route(inputs, shape).m_indptr[-1]) == 40 * local
     wanted = torch.full((40, 384), torch.nan, dtype=torch.bfloat16)
-    model.fused(inputs, wanted, shape)
+    reference.fused(inputs, wanted, shape)
     out = fused_output(inputs, shape, CONFIGS[name])
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[1]
@@ -259,8 +267,8 @@ def test_a_workspace_beyond_what_32_bits_address(emulator):
     inputs = layer_inputs(shape, tokens, torch.zeros(shape.num_experts).bfloat16(), 32, 2.5)
     inputs = inputs._replace(routing_logits=logits)
     wanted, out = (torch.full((tokens, h), torch.nan, dtype=torch.bfloat16) for _ in range(2))
-    model.fused(inputs, wanted, shape, terms=2)
-    function = kernels.compile_fused(
+    reference.fused(inputs, wanted, shape, terms=2)
+    function = compile_fused(
         shape, first.with_swiglu(2), dataclasses.replace(second, terms=2), 4, "sm_90a"
     )
     key = emulator.register_tensor(workspace)
@@ -388,19 +396,19 @@ def test_rows_that_reach_what_the_first_gemm_reads(rows, emulator, monkeypatch):
     """The 124 rows of 41 tokens have room for 60 before the permuted ones, which begin within the
     61st. Where the second GEMM has more, it waits for all of the first one, which orders even what
     its boxes have of others."""
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: 20)
     inputs = with_local_rows(41, rows)
     seen = messages(inputs, emulator)
     assert not any(re.search(OVERWRITTEN, message) for message in seen)
     assert bool(seen) == (rows == 60)
     out = output_of(inputs, "192 on demand")
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 4)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: 4)
     assert torch.equal(out, output_of(inputs, "8 swapped"))
 
 
 @pytest.mark.all
 def test_without_the_wait_for_the_rows_it_would_overwrite(emulator, monkeypatch):
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: 20)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: 20)
     edit = replace(r"griddepcontrol\.wait;", "", PERMUTED.index("gemm2"))
     emulator.host.ptx_transform = edit
     seen = messages(with_local_rows(41, 123), emulator)

@@ -4,18 +4,18 @@ import dataclasses
 
 import pytest
 import torch
-from moe_fp8.kernels import operations as kernels
+from moe_fp8 import reference
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import MoeInputs
-from problems import fused_output
+from problems import fused_output, use_target
 from ptxemu.testing import replace
 from test_fused import CONFIGS as HOPPERS
 from test_fused import TOLERANCE
 from test_layers import SHAPE, inputs_of
+
+from scripts.common.metrics import calc_diff
 
 pytestmark = pytest.mark.all
 CONFIGS = {
@@ -50,7 +50,7 @@ def output_of(inputs: MoeInputs, config, terms=1, second=None, few=False) -> tor
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_100a")
+    use_target(monkeypatch, "sm_100a")
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(1, 1), (41, 1), (41, 2)])
@@ -88,7 +88,7 @@ def check(name: str, inputs: MoeInputs, terms: int, emulator) -> torch.Tensor:
     """The output, if it is near the model's and nothing was reported."""
     tokens = len(inputs.hidden_states)
     wanted = torch.full(inputs.hidden_states.shape, torch.nan, dtype=torch.bfloat16)
-    model.fused(inputs, wanted, SHAPE, terms=terms)
+    reference.fused(inputs, wanted, SHAPE, terms=terms)
     out = output_of(inputs, CONFIGS[name], terms, few="pairs" in name)
     assert calc_diff(out, wanted) < TOLERANCE[terms]
     # Routing, permute where rows are not gathered, two GEMMs and the combine.
@@ -105,7 +105,7 @@ def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
         name: output_of(inputs, config, terms, few="pairs" in name)
         for name, config in CONFIGS.items()
     }
-    monkeypatch.setattr(kernels, "target_of", lambda device: "sm_90a")
+    use_target(monkeypatch, "sm_90a")
     wanted = output_of(inputs, HOPPER, terms)
     for name, out in outputs.items():
         assert torch.equal(out, wanted), name

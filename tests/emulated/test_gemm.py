@@ -6,12 +6,13 @@ import functools
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.architectures import of_target
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
 from moe_fp8.kernels.configs import Schedule
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, PICKED
-from moe_fp8.kernels.operations import compile_grouped_gemm
+from moe_fp8.ladder import steps
 from problems import FP8, UNTOUCHED, Gemm, gemm
 
 HOPPER = [
@@ -236,7 +237,7 @@ def test_tiles_on_demand_begin_anew_at_every_launch(emulator):
     problem = gemm((130, 0, 65), 256, 256, 256, exact=True)
     for _ in range(2):
         out = problem.output()
-        kernels.grouped_gemm(*problem[:4], out, problem.expert_rows, config)
+        steps.grouped_gemm(*problem[:4], out, problem.expert_rows, config)
         assert torch.equal(out, problem.expected)
 
 
@@ -249,4 +250,4 @@ def test_one_compilation_serves_every_row_count(emulator):
 
 def test_a_target_without_kernels_is_named():
     with pytest.raises(ValueError, match="no kernels for 'sm_80': expected one of sm_90a"):
-        compile_grouped_gemm(Sm90(), 128, 128, 1, "sm_80")
+        of_target("sm_80")

@@ -1,16 +1,16 @@
 """The solutions of the grouped GEMMs alone, as compiled: any number of rows."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 import torch
 from markers import more
-from moe_fp8.gemms import batched, flat
-from moe_fp8.kernels import operations
-from moe_fp8.kernels.batched import batched_gemm, compile_batched_gemm
+from moe_fp8.gemms import contiguous, masked
+from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
 from moe_fp8.kernels.configs import Schedule
+from moe_fp8.kernels.masked_gemm import compile_batched_gemm
 from problems import UNTOUCHED, gemm
 from ptxemu.testing import replace
 
@@ -22,10 +22,9 @@ CONFIGS = [
 ]
 
 
-def choose(monkeypatch, module, config: GemmConfig) -> None:
-    architecture = SimpleNamespace(choose=lambda rows, n, k: config)
-    fake = SimpleNamespace(of_device=lambda device: architecture)
-    monkeypatch.setattr(module, "architectures", fake)
+def choose(monkeypatch, config: GemmConfig) -> None:
+    chosen = dataclasses.replace(architectures.HOPPER, choose=lambda rows, n, k: config)
+    monkeypatch.setattr(architectures, "of_device", lambda device: chosen)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +36,10 @@ def test_flat(config, rows, mode, emulator, monkeypatch):
     total = sum(rows)
     problem = gemm(rows, 256, 512, 256, exact=True, layout="flat")
     m_indptr = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    monkeypatch.setattr(flat, "select", lambda device: operations)
-    choose(monkeypatch, flat, config)
+    choose(monkeypatch, config)
     a, a_scale = problem.a[:total].clone(), problem.a_scale[:, :total].clone()
     out = torch.full((total, 256), UNTOUCHED, dtype=torch.bfloat16)
-    flat.run(a, a_scale, problem.b, problem.b_scale, m_indptr, out)
+    contiguous.run(a, a_scale, problem.b, problem.b_scale, m_indptr, out)
     assert torch.equal(out, problem.expected[:total])
     assert emulator.reports[-1].hazards == []
 
@@ -61,10 +59,9 @@ def batched_problem(rows: tuple[int, ...], max_rows: int):
 def test_batched(config, mode, emulator, monkeypatch):
     """Rows from a count on hold NaN, and are zero in the output."""
     arguments, wanted = batched_problem((0, 1, 17, 128, 129, 64), 256)
-    monkeypatch.setattr(batched, "multiply_on", lambda device: batched_gemm)
-    choose(monkeypatch, batched, config)
+    choose(monkeypatch, config)
     out = torch.full_like(wanted, UNTOUCHED)
-    batched.run(*arguments, out)
+    masked.run(*arguments, out)
     assert torch.equal(out, wanted)
     assert emulator.reports[-1].hazards == []
 

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations
-from moe_fp8.kernels.route import WORD_TOKENS, ChooseExperts
-from moe_fp8.layer.routing import choose_experts, group_rows
-from moe_fp8.problem import MoeShape
+from moe_fp8.call import MoeShape
+from moe_fp8.kernels.route import WORD_TOKENS, ChooseExperts, compile_route
+from moe_fp8.reference import choose_experts, group_rows
 
 TARGET = ""
 """What the kernels of a test are compiled for."""
@@ -58,7 +57,7 @@ def route(shape: MoeShape, logits: torch.Tensor, bias: torch.Tensor | None, offs
     m_indptr = torch.full((local + 1,), -7, dtype=torch.int32)
     pair_row = torch.full((tokens, shape.top_k), -7, dtype=torch.int32)
     token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
-    function = operations.compile_route(shape, True, TARGET)
+    function = compile_route(shape, True, TARGET)
     counters = torch.full((3,), -7, dtype=torch.int32)
     scratch = expert, marks
     written = weights, m_indptr, pair_row, token_of_row, counters

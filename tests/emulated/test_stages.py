@@ -8,11 +8,11 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32
 from markers import more
-from moe_fp8.kernels.combine import COMBINE_STAGES, Combine
+from moe_fp8 import reference
+from moe_fp8.kernels.combine import COMBINE_STAGES, Combine, compile_combine
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
-from moe_fp8.kernels.operations import compile_combine, compile_permute, compile_swiglu_quant
-from moe_fp8.kernels.swiglu import divide
-from moe_fp8.layer import model
+from moe_fp8.kernels.permute import compile_permute
+from moe_fp8.kernels.swiglu import compile_swiglu_quant, divide
 from problems import FP8, UNTOUCHED, fp8
 from ptxemu import MODES
 
@@ -41,7 +41,7 @@ def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
 def expected_swiglu(g: torch.Tensor, rows: int | None = None):
     rows = g.shape[0] if rows is None else rows
     q, scale = empty_swiglu(g)
-    model.swiglu_quant(g, q, scale, torch.tensor([rows], dtype=torch.int32))
+    reference.swiglu_quant(g, q, scale, torch.tensor([rows], dtype=torch.int32))
     return q[:rows], scale[:, :rows]
 
 
@@ -202,7 +202,7 @@ def test_permute(tokens, hidden, mode, emulator):
     pair_row = pair_row.view(tokens, top_k)
     kernel = compile_permute(hidden, top_k, TARGET)
     a, a_scale = run_permute(kernel, x, x_scale, pair_row, rows, None)
-    expected_a, expected_scale = run_permute(model.permute, x, x_scale, pair_row, rows)
+    expected_a, expected_scale = run_permute(reference.permute, x, x_scale, pair_row, rows)
     assert torch.equal(a, expected_a)
     assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
     unnamed = sorted(set(range(rows)) - set(pair_row.flatten().tolist()))
@@ -281,7 +281,7 @@ def test_combine(tokens, mode, emulator):
     out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
     expected = torch.empty_like(out)
     compile_combine(hidden, top_k, TARGET)(o, pair_row, weights, out, min(tokens, 2))
-    model.combine(o, pair_row, weights, expected)
+    reference.combine(o, pair_row, weights, expected)
     assert not out[0].any()
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
     assert emulator.reports[-1].hazards == []
@@ -307,7 +307,7 @@ def test_combine_of_float32_rows(mode, emulator):
     )
     combine = compiled(Combine, (hidden, top_k, Float32), arguments, TARGET)
     combine(o, pair_row, weights, out, 1)
-    model.combine(o, pair_row, weights, expected)
+    reference.combine(o, pair_row, weights, expected)
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
     assert emulator.reports[-1].hazards == []
 
@@ -339,7 +339,7 @@ def test_a_broken_ring_of_the_combine_is_noticed(name, emulator):
     o, weights = torch.randn(23, 1024).bfloat16(), torch.rand(9, 8)
     pair_row = torch.randint(-1, 23, (9, 8), dtype=torch.int32)
     expected = torch.empty(9, 1024, dtype=torch.bfloat16)
-    model.combine(o, pair_row, weights, expected)
+    reference.combine(o, pair_row, weights, expected)
 
     def transform(ptx: str) -> str:
         sums = ptx.rindex("griddepcontrol.wait")  # the second role's first instruction

@@ -7,15 +7,15 @@ import re
 import pytest
 import torch
 from markers import more
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.operations import compile_swiglu_quant
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import Form, Swiglu
-from problems import fused_output
+from moe_fp8 import reference
+from moe_fp8.call import Form, Swiglu
+from moe_fp8.kernels.swiglu import compile_swiglu_quant
+from problems import fused_output, use_target
 from test_fused import TOLERANCE
 from test_fused_sm100 import configs_of
 from test_layers import SHAPE, inputs_of
+
+from scripts.common.metrics import calc_diff
 
 LIMIT = 3.1
 """No bfloat16: of one the compiler clamps before it widens."""
@@ -43,7 +43,7 @@ def test_the_stage_is_the_models(swiglu, ue8m0, target, emulator):
 
     (q, scale), (wanted, wanted_scale) = empty(), empty()
     compile_swiglu_quant(INTERMEDIATE, target, swiglu, ue8m0)(g, q, scale, rows, 3)
-    model.swiglu_quant(g, wanted, wanted_scale, rows, swiglu, ue8m0)
+    reference.swiglu_quant(g, wanted, wanted_scale, rows, swiglu, ue8m0)
     torch.testing.assert_close(scale, wanted_scale, rtol=0 if ue8m0 else 1e-5, atol=0)
     assert ue8m0 == bool((scale.log2() % 1 == 0).all())
     q, wanted = q.float(), wanted.float()
@@ -61,7 +61,7 @@ KERNELS = [
 
 @pytest.fixture
 def device(target, monkeypatch):
-    monkeypatch.setattr(kernels, "target_of", lambda device: target)
+    use_target(monkeypatch, target)
 
 
 @pytest.mark.parametrize("gate_first", [False, *more(True)])
@@ -71,8 +71,8 @@ def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device
     inputs, form = inputs_of(9, 4), dataclasses.replace(Form(), gate_first=gate_first)
     wanted, plain = (torch.empty(inputs.hidden_states.shape).bfloat16() for _ in range(2))
     shape = dataclasses.replace(SHAPE, swiglu=swiglu)
-    model.fused(inputs, wanted, shape, terms, gate_first)
-    model.fused(inputs, plain, SHAPE, terms, gate_first)
+    reference.fused(inputs, wanted, shape, terms, gate_first)
+    reference.fused(inputs, plain, SHAPE, terms, gate_first)
     out = fused_output(inputs, shape, configs_of(target, name, terms), form)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[terms] and calc_diff(plain, wanted) > 0.1
@@ -93,8 +93,8 @@ def test_powers_of_two_are_the_models(target, name, tokens, device, emulator):
     inputs = given._replace(hidden_states=x, hidden_states_scale=None)
     shape, form = dataclasses.replace(SHAPE, ue8m0=True), dataclasses.replace(Form(), x=x.dtype)
     wanted, plain = (torch.empty_like(x) for _ in range(2))
-    model.fused(inputs, wanted, shape)
-    model.fused(inputs, plain, SHAPE)
+    reference.fused(inputs, wanted, shape)
+    reference.fused(inputs, plain, SHAPE)
     assert calc_diff(plain, wanted) > 1e-4
     out = fused_output(inputs, shape, configs_of(target, name), form)
     assert not any(report.hazards for report in emulator.reports)

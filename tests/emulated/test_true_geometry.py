@@ -3,12 +3,13 @@
 import pytest
 import torch
 from markers import more
+from moe_fp8 import reference
+from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.kernels import architectures
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.problem import MoeInputs, MoeShape
-from problems import fp8
+from moe_fp8.layer import make_call
+from problems import fp8, use_target
+
+from scripts.common.metrics import calc_diff
 
 SHAPE = MoeShape()
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
@@ -49,10 +50,8 @@ def inputs_of(tokens: int) -> MoeInputs:
 )
 def test_as_the_model(target, tokens, terms, schedule, emulator, monkeypatch):
     """From 5 tokens on the second GEMM asks for rows while the first one makes them."""
-    architecture = architectures.of_target(target)
-    monkeypatch.setattr(kernels, "of_device", lambda device: architecture)
-    monkeypatch.setattr(kernels, "target_of", lambda device: target)
-    monkeypatch.setattr(kernels, "multiprocessors_of", lambda device: MULTIPROCESSORS[target])
+    use_target(monkeypatch, target)
+    monkeypatch.setattr(architectures, "num_sms", lambda device: MULTIPROCESSORS[target])
     emulator.options.poison_races = True  # boxes with rows of the next expert, still written
     emulator.options.mode, emulator.options.dependents = schedule, "early"
     emulator.options.max_instructions = 40_000_000  # who asks for rows seldom does so in vain
@@ -60,8 +59,8 @@ def test_as_the_model(target, tokens, terms, schedule, emulator, monkeypatch):
     wanted, out = (
         torch.full((tokens, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16) for _ in range(2)
     )
-    model.fused(inputs, wanted, SHAPE, terms=terms)
-    kernels.fused_call(tokens, out.device, SHAPE, terms)(inputs, out)
+    reference.fused(inputs, wanted, SHAPE, terms=terms)
+    make_call(tokens, out.device, SHAPE, terms)(inputs, out)
     assert calc_diff(out, wanted) < 1e-7
     assert out.isfinite().all() and (wanted.abs().sum(dim=1) > 0).all()
     assert [report.hazards for report in emulator.reports] == 4 * [[]]

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from moe_fp8.numerics import BLOCK
-from moe_fp8.problem import DEEPSEEK_V3
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8.call import BLOCK, DEEPSEEK_V3
+from moe_fp8.reference import quantise_blocks, quantise_rows
 
 
 class Weights:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from installed import engine
 from moe_fp8 import experts as own_experts
-from moe_fp8.integrations import served
-from moe_fp8.integrations import sglang as plugin
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.quantise import quantise_rows
+from moe_fp8.reference import quantise_rows
+from moe_fp8.serving import served
+from moe_fp8.serving import sglang as plugin
 from reference import Weights, layer, peer_of_a_sweep
+
+from scripts.common.metrics import calc_diff
 
 engine("sglang.srt.layers.moe.moe_runner")
 from sglang.srt import runtime_context  # noqa: E402

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from installed import engine
-from moe_fp8.integrations import served
-from moe_fp8.integrations import vllm as plugin
-from moe_fp8.layer.metrics import calc_diff
+from moe_fp8.serving import served
+from moe_fp8.serving import vllm as plugin
 from reference import Weights, layer, peer_of_a_sweep
 
+from scripts.common.metrics import calc_diff
+
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
-from moe_fp8.integrations import vllm_experts  # noqa: E402
+from moe_fp8.serving import vllm_experts  # noqa: E402
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
@@ -161,7 +162,7 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
 
 def test_tokens_that_were_quantised_before(problem):
     """After an exchange between ranks: scales [T, H/128], of either order."""
-    from moe_fp8.quantise import quantise_rows
+    from moe_fp8.reference import quantise_rows
 
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
@@ -198,7 +199,7 @@ class AsDeepEp(batched.BatchedPrepareAndFinalize):
 @pytest.fixture
 def quantised(monkeypatch):
     """For vLLM's own quantiser, which needs a GPU."""
-    from moe_fp8.quantise import quantise_rows
+    from moe_fp8.reference import quantise_rows
 
     def quantise(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, scale = quantise_rows(x)

@@ -13,10 +13,10 @@ def _why_not() -> str | None:
 
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
-    from moe_fp8.layer.backend import select
+    from moe_fp8.kernels.architectures import has_kernels
 
     try:
-        select(torch.device("cuda"))
+        has_kernels(torch.device("cuda"))
     except ValueError as error:
         return str(error)
     return None

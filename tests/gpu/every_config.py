@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from moe_fp8.kernels import operations
-from moe_fp8.kernels.architectures import of_target
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.rows import flat_rows
-from moe_fp8.numerics import BLOCK, TMA_ROWS, round_up
-from moe_fp8.problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8 import reference
+from moe_fp8.call import BLOCK, DEEPSEEK_V3, TMA_ROWS, MoeInputs, MoeShape, round_up
+from moe_fp8.kernels import architectures
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
+from moe_fp8.ladder import steps
+from moe_fp8.layer import make_call
+from moe_fp8.reference import flat_rows
 
+from scripts.common.metrics import calc_diff
 from scripts.measure.gemm_problems import LAYER_SHAPES
 
 TOKENS = (*range(1, 256), *range(256, 32768, 32))
@@ -49,7 +50,7 @@ class Job(NamedTuple):
 def shipped(target: str) -> list[Job]:
     """In the layer, with SwiGLU after the first GEMM and one and two terms in the second, and of
     the GEMM alone."""
-    of = of_target(target)
+    of = architectures.of_target(target)
     layers = dict.fromkeys(
         Job(of.choose_layer(tokens, DEEPSEEK_V3, terms), terms)
         for terms in (1, 2)
@@ -100,7 +101,7 @@ def gemm_problem(at: Sizes, device: torch.device) -> tuple[Any, ...]:
     wanted = torch.full((total, at.n), -7.0, dtype=torch.bfloat16, device=device)
     operands = a, a_scale, b, b_scale
     rows = flat_rows(ends)
-    model.grouped_gemm(*operands, wanted, rows)
+    reference.grouped_gemm(*operands, wanted, rows)
     return operands, rows, wanted
 
 
@@ -135,17 +136,17 @@ def wrong(todo: Iterable[Job], at: Sizes, device: torch.device) -> Iterator[str]
         print(job, flush=True)
         if job.kind not in wanted:
             wanted[job.kind] = torch.full_like(inputs.hidden_states, 0, dtype=torch.bfloat16)
-            model.fused(inputs, wanted[job.kind], at.shape, job.terms)
+            reference.fused(inputs, wanted[job.kind], at.shape, job.terms)
         of_model = wanted[job.kind]
         if job.kind == "GEMM":
             out = torch.full_like(of_model, -7.0)
-            operations.grouped_gemm(*operands, out, rows, job.configs[0])
+            steps.grouped_gemm(*operands, out, rows, job.configs[0])
             if not torch.equal(out, of_model):
                 at_rows = (out != of_model).any(dim=1).nonzero().flatten().tolist()
                 yield f"{job}: not as the model in {len(at_rows)} rows, the first is {at_rows[0]}"
         else:
             out = torch.full_like(of_model, torch.nan)
-            operations.fused_call(at.tokens, device, at.shape, job.terms, job.configs)(inputs, out)
+            make_call(at.tokens, device, at.shape, job.terms, job.configs)(inputs, out)
             difference = calc_diff(out, of_model)
             if not difference < MOST_DIFFERENT[job.terms]:  # nor NaN
                 yield f"{job}: calc_diff {difference:.1e}"
@@ -157,14 +158,15 @@ def compile_job(job: Job) -> None:
     """Leave a job's kernels in the cache on disk."""
     device, at = torch.device("cuda:0"), OF_THE_LAYER
     if job.kind == "GEMM":
-        target = operations.target_of(device)
-        operations.compile_grouped_gemm(job.configs[0], at.n, at.k, len(at.rows), target)
+        target = architectures.of_device(device).target
+        compile_grouped_gemm(job.configs[0], at.n, at.k, len(at.rows), target)
     else:
-        operations.fused_call(at.tokens, device, at.shape, job.terms, job.configs)
+        make_call(at.tokens, device, at.shape, job.terms, job.configs)
 
 
 def main() -> None:
     """All jobs of this GPU; the exit status is 1 where one is wrong."""
     device = torch.device("cuda:0")
-    found = list(wrong(shipped(operations.target_of(device)), OF_THE_LAYER, device))
+    target = architectures.of_device(device).target
+    found = list(wrong(shipped(target), OF_THE_LAYER, device))
     sys.exit("\n".join(found) or 0)

@@ -16,9 +16,9 @@ import torch
 from flashinfer_bench import ApplyConfig, apply, enable_apply
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.integration import flashinfer as integration
-from moe_fp8 import v4_flat as v4
-from moe_fp8 import v5_fused as v5
-from moe_fp8.problem import MoeInputs
+from moe_fp8.call import MoeInputs
+from moe_fp8.ladder import v4_flat as v4
+from moe_fp8.ladder import v5_fused as v5
 from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT

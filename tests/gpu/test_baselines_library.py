@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import test_layer
 import torch
-from moe_fp8 import v2_vectorised as v2
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -15,6 +14,7 @@ from moe_fp8.baselines import (
     sglang_moe,
 )
 from moe_fp8.baselines.held import HeldPerStream
+from moe_fp8.ladder import v2_vectorised as v2
 from test_layer import (
     LAYER_COSINE,
     LAYER_DIFF,

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import batched_experts, experts, prepare
-from moe_fp8.functional import call_of
-from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations
-from moe_fp8.kernels.cache import CACHE_VARIABLE
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.quantise import quantise_rows
+from moe_fp8 import batched_experts, experts, prepare, reference
+from moe_fp8.api import call_of
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.kernels import fused
+from moe_fp8.reference import quantise_rows
+
+from scripts.common.metrics import calc_diff
 
 EXPERTS, HIDDEN, WIDTH, ROWS = 8, 7168, 2048, 300
 """Of DeepSeek-V3 and Kimi-K2, but for the number of rows."""
@@ -123,7 +122,7 @@ def test_options(options, counts, weights):
 def test_as_the_model(expected_m, counts, accurate, weights):
     call = tokens_of(COUNTS[counts], True) | weights
     layer, inputs, out = call_of(batched_experts, **call, accurate=accurate)
-    model.batched(inputs, out.fill_(7), layer.shape, layer.terms, gate_first=True)
+    reference.batched(inputs, out.fill_(7), layer.shape, layer.terms, gate_first=True)
     got, there = run(call, expected_m=expected_m, accurate=accurate), there_of(call)
     # With two terms what is left is bfloat16's own rounding of values near a middle.
     assert calc_diff(got[there], out[there]) < (2e-6 if accurate else 1e-4)
@@ -184,13 +183,12 @@ def test_nothing_is_compiled_after_prepare(accurate, weights, monkeypatch, tmp_p
         raise AssertionError("a kernel is compiled or loaded")
 
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(operations.compile_fused, "functions", {})
+    monkeypatch.setattr(fused.compile_fused, "functions", {})
     call = tokens_of(COUNTS["dozens"], True, 100) | weights | {"accurate": accurate}
     # Of its own: what other tests made is kept in the layer of the same options.
     call["swiglu_limit"] = 12.5
     assert prepare(batched_experts, **call) >= 3
-    monkeypatch.setattr(compiling, "compiled", refuse)
-    monkeypatch.setattr(operations, "compiled", refuse)
+    monkeypatch.setattr(fused, "compiled", refuse)
     for rows, expected_m in ((1, 1), (7, 3), (100, 40), (300, None), (1200, 1000)):
         given = tokens_of([min(rows, n) for n in COUNTS["dozens"]], True, rows)
         run(call | given, expected_m=expected_m)

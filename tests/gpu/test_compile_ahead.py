@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from moe_fp8 import experts, fused_moe, prepare
-from moe_fp8.kernels import compile as compiling
-from moe_fp8.kernels import operations
-from moe_fp8.kernels.cache import CACHE_VARIABLE
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.kernels import fused
+from moe_fp8.reference import quantise_blocks, quantise_rows
+
+from scripts.common.metrics import calc_diff
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 16, 512, 256, 4
 TOKENS = (1, 5, 40, 200, 700, 1500)
@@ -62,12 +62,11 @@ def test_nothing_is_compiled_or_loaded_afterwards(kind, monkeypatch, tmp_path):
         raise AssertionError("a kernel is compiled or loaded")
 
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(operations.compile_fused, "functions", {})
+    monkeypatch.setattr(fused.compile_fused, "functions", {})
     of = weights()
     function, arguments, options = call(kind, 3, of)
     assert prepare(function, *arguments, **options, tokens=2048) >= 3
-    monkeypatch.setattr(compiling, "compiled", refuse)
-    monkeypatch.setattr(operations, "compiled", refuse)
+    monkeypatch.setattr(fused, "compiled", refuse)
     for tokens in TOKENS:
         function, arguments, options = call(kind, tokens, of)
         made = function(*arguments, **options)

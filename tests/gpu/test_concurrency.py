@@ -8,12 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_layer
 import torch
-from moe_fp8 import v1_loop_padding as v1
-from moe_fp8 import v2_vectorised as v2
-from moe_fp8 import v3_clustered as v3
-from moe_fp8 import v4_flat as v4
-from moe_fp8 import v5_fused as v5
-from moe_fp8 import v6_fused_hifi as v6
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -23,7 +17,13 @@ from moe_fp8.baselines import (
     triton_fused_moe_v2,
     triton_moe,
 )
-from moe_fp8.kernels import operations as kernels
+from moe_fp8.kernels.combine import compile_combine
+from moe_fp8.ladder import v1_loop_padding as v1
+from moe_fp8.ladder import v2_vectorised as v2
+from moe_fp8.ladder import v3_clustered as v3
+from moe_fp8.ladder import v4_flat as v4
+from moe_fp8.ladder import v5_fused as v5
+from moe_fp8.ladder import v6_fused_hifi as v6
 from test_layer import new_output, output_of
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
@@ -133,7 +133,7 @@ def test_a_first_call_within_a_capture_is_refused(make_inputs, monkeypatch):
     inputs = make_inputs(61)
     wanted = output_of(v4, inputs)
     output = new_output(inputs)
-    monkeypatch.setattr(kernels.compile_combine, "functions", {})
+    monkeypatch.setattr(compile_combine, "functions", {})
     graph = torch.cuda.CUDAGraph()
     with (
         pytest.raises(RuntimeError, match="warm up by a call with as many tokens"),

@@ -5,18 +5,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moe_fp8 import v4_flat as v4
-from moe_fp8 import v5_fused as v5
-from moe_fp8 import v6_fused_hifi as v6
+from moe_fp8 import reference
 from moe_fp8.baselines import deepgemm_moe, triton_moe
-from moe_fp8.kernels import operations
-from moe_fp8.layer import model, pipeline
-from moe_fp8.layer.calls import run_of
-from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs, MoeShape, run_of
+from moe_fp8.kernels import architectures
+from moe_fp8.ladder import steps
+from moe_fp8.ladder import v4_flat as v4
+from moe_fp8.ladder import v5_fused as v5
+from moe_fp8.ladder import v6_fused_hifi as v6
 from test_layer import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 
 from scripts.common.definitions import MOE, MoeDefinition
+from scripts.common.metrics import calc_diff, cosine
 
 FEW, MANY = "few rows", "many rows"
 """Swapped operands and gathered tokens; tiles of 128 and more rows, and the permute."""
@@ -77,7 +77,7 @@ def output_of(module, definition: MoeDefinition, inputs: MoeInputs) -> torch.Ten
     output = new_output(inputs)
     shape = MoeShape(**definition.shape)
     of_definition = inputs if shape.has_bias else (inputs[0], *inputs[2:8])
-    run_of(module.LAYER, **definition.shape)(*of_definition, output)
+    run_of(module.layer_at(shape), shape)(*of_definition, output)
     return output
 
 
@@ -91,7 +91,7 @@ def model_of_flat(
     definition: MoeDefinition, inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch
 ) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "select", lambda device: model)
+        patch.setattr(architectures, "has_kernels", lambda device: False)
         return output_of(v4, definition, inputs)
 
 
@@ -99,7 +99,7 @@ def model_of_flat(
 def test_routing(tokens, definition, shape, make_inputs):
     """Which experts, and which rows their pairs get; weights but for the rounding of `exp`."""
     inputs = make_inputs(tokens)
-    got, wanted = operations.route(inputs, shape), model.route(inputs, shape)
+    got, wanted = steps.route(inputs, shape), reference.route(inputs, shape)
     assert torch.equal(got.m_indptr, wanted.m_indptr)
     assert torch.equal(got.pair_row, wanted.pair_row)
     pairs = int(wanted.m_indptr[-1])
@@ -115,7 +115,7 @@ def test_routing(tokens, definition, shape, make_inputs):
 def test_fused(module, rows, definition, shape, make_inputs):
     inputs = make_inputs(tokens_of(definition, rows))
     got, wanted = output_of(module, definition, inputs), new_output(inputs)
-    model.fused(inputs, wanted, shape, terms=module.LAYER.terms)
+    reference.fused(inputs, wanted, shape, terms=module.layer_at(shape).terms)
     check(got, wanted)
     assert torch.equal(got, output_of(module, definition, inputs)), "from run to run"
 

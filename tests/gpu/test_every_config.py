@@ -8,7 +8,7 @@ from concurrent.futures import as_completed
 import every_config
 import pytest
 import torch
-from moe_fp8.kernels.operations import target_of
+from moe_fp8.kernels import architectures
 
 from scripts.measure.processes import process_pool
 
@@ -20,7 +20,8 @@ MOST_PROCESSES = 12
 def test_every_config():
     """They compile side by side. They run in one process, which ends where one of them hangs or
     takes the GPU with it; that one is the last that it names."""
-    todo = every_config.shipped(target_of(torch.device("cuda")))
+    target = architectures.of_device(torch.device("cuda")).target
+    todo = every_config.shipped(target)
     workers = min(os.cpu_count() or 1, MOST_PROCESSES)
     with process_pool(workers, "spawn") as pool:
         for done in as_completed([pool.submit(every_config.compile_job, j) for j in todo], LIMIT_S):

@@ -8,8 +8,8 @@ import pytest
 import test_layer
 import torch
 import torch.distributed as dist
-from moe_fp8.expert_parallel import expert_parallel_moe
-from moe_fp8.functional import fused_moe
+from moe_fp8.api import fused_moe
+from moe_fp8.serving.expert_parallel import expert_parallel_moe
 
 from scripts.common.project import ROOT
 

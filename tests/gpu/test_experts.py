@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 import test_layer
 import torch
-from moe_fp8 import v5_fused as v5
-from moe_fp8 import v6_fused_hifi as v6
-from moe_fp8.functional import experts, fused_moe
-from moe_fp8.kernels import operations
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff
-from moe_fp8.layer.routing import choose_experts
-from moe_fp8.problem import DEEPSEEK_V3 as SHAPE
-from moe_fp8.problem import MoeInputs
-from moe_fp8.quantise import quantise_blocks, quantise_rows
+from moe_fp8 import reference
+from moe_fp8.api import experts, fused_moe
+from moe_fp8.call import DEEPSEEK_V3 as SHAPE
+from moe_fp8.call import Form, MoeInputs
+from moe_fp8.kernels import architectures
+from moe_fp8.kernels.permute import compile_permute
+from moe_fp8.ladder import steps
+from moe_fp8.ladder import v5_fused as v5
+from moe_fp8.ladder import v6_fused_hifi as v6
+from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
 from test_layer import OFFSET, output_of
+
+from scripts.common.metrics import calc_diff
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 TOKENS = [1, 7, 32, 33, 80, 901, 1153]
@@ -65,7 +67,7 @@ def chosen(inputs: MoeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and weights of the kernels' routing: as if all experts were here."""
     whole = MoeInputs._make((*inputs[:2], *6 * (inputs[0].new_empty(0),), 0, 2.5))
     shape = type(SHAPE)(num_local_experts=SHAPE.num_experts)
-    rows = operations.route(whole, shape, False)
+    rows = steps.route(whole, shape, False)
     ids = torch.searchsorted(rows.m_indptr, rows.pair_row, right=True) - 1
     return ids, rows.weights
 
@@ -281,11 +283,13 @@ def test_the_quantised_tokens_are_the_models(engine_call):
     x = (x * torch.logspace(-38, 30, 7168, device="cuda")).bfloat16()
     x[3, :300] = 0
     pair_row = torch.arange(64, dtype=torch.int32, device="cuda").view(64, 1)
+    target = architectures.of_device(x.device).target
+    kernel = compile_permute(7168, 1, target, Form(x=torch.bfloat16))
     outputs = []
-    for permute in (model.permute, operations.permute):
+    for permute, *more in ((reference.permute,), (kernel, None)):
         a = torch.empty(64, 7168, dtype=torch.float8_e4m3fn, device="cuda")
         a_scale = torch.empty(56, 64, device="cuda")
-        permute(x, None, pair_row, a, a_scale)
+        permute(x, None, pair_row, a, a_scale, *more)
         outputs.append((a.view(torch.uint8), a_scale))
     (wanted, wanted_scale), (got, got_scale) = outputs
     assert torch.equal(got, wanted) and torch.equal(got_scale, wanted_scale)

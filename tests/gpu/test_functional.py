@@ -3,8 +3,8 @@
 import pytest
 import test_layer
 import torch
-from moe_fp8 import v5_fused as v5
-from moe_fp8.functional import fused_moe
+from moe_fp8.api import fused_moe
+from moe_fp8.ladder import v5_fused as v5
 from test_layer import output_of
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs

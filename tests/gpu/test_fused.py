@@ -7,16 +7,16 @@ import pytest
 import test_layer
 import torch
 from cuda.bindings import driver as cuda
-from moe_fp8 import v4_flat as v4
-from moe_fp8 import v5_fused as v5
-from moe_fp8 import v6_fused_hifi as v6
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.kernels.architectures import of_device
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.problem import MoeInputs
+from moe_fp8 import layer, reference
+from moe_fp8.call import MoeInputs
+from moe_fp8.kernels import architectures
+from moe_fp8.ladder import v4_flat as v4
+from moe_fp8.ladder import v5_fused as v5
+from moe_fp8.ladder import v6_fused_hifi as v6
 from sanitizer import TOOLS, sanitized
 from test_layer import ROUTINGS, SHAPE, TOKENS, new_output, output_of
+
+from scripts.common.metrics import calc_diff, cosine
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
@@ -47,7 +47,7 @@ def module(request):
 def check(module, inputs: MoeInputs) -> torch.Tensor:
     """The output, if it is near the model's."""
     output, wanted = output_of(module, inputs), new_output(inputs)
-    model.fused(inputs, wanted, SHAPE, terms=module.LAYER.terms)
+    reference.fused(inputs, wanted, SHAPE, terms=module.layer_at(SHAPE).terms)
     assert output.isfinite().all()
     if bool((wanted != 0).any()):
         assert cosine(output, wanted) > COSINE and calc_diff(output, wanted) < DIFF
@@ -106,13 +106,14 @@ def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, mak
     """What the configs for so many tokens do not have, or alone have."""
     inputs = make_inputs(tokens, routing)
     output = new_output(inputs)
-    terms, architecture = module.LAYER.terms, of_device(output.device)
+    terms = module.layer_at(SHAPE).terms
+    architecture = architectures.of_device(output.device)
     first, second = architecture.choose_layer(tokens, SHAPE, terms)
     names = {field.name for field in dataclasses.fields(first)}
     if not names.issuperset(of_first):
         pytest.skip(f"{architecture.gpus}: no {', '.join(of_first)}")
     configs = dataclasses.replace(first, **of_first), dataclasses.replace(second, **of_second)
-    kernels.fused_call(tokens, output.device, SHAPE, terms, configs)(inputs, output)
+    layer.make_call(tokens, output.device, SHAPE, terms, configs)(inputs, output)
     assert torch.equal(output, output_of(module, inputs))
 
 
@@ -157,7 +158,7 @@ def test_the_workspace_is_given_back(module, make_inputs):
 def test_what_the_workspace_held_before(module, tokens, make_inputs, monkeypatch):
     """Rows of no pair are loaded, too: whatever they hold, no result shows it."""
     inputs = make_inputs(tokens)
-    wanted, filled, allocate = output_of(module, inputs), [], kernels.allocate
+    wanted, filled, allocate = output_of(module, inputs), [], layer.allocate
     for byte in (0xFF, 0x00, 0x7F):
 
         def poisoned(size: int, gpu: int, byte: int = byte) -> int:
@@ -167,7 +168,7 @@ def test_what_the_workspace_held_before(module, tokens, make_inputs, monkeypatch
 
         output = new_output(inputs)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "allocate", poisoned)
+            patch.setattr(layer, "allocate", poisoned)
             module.run(*inputs, output)
         assert torch.equal(output, wanted), hex(byte)
     assert filled == 3 * [(cuda.CUresult.CUDA_SUCCESS,)]
@@ -208,8 +209,8 @@ def test_sanitizer(tool, terms):
         f"""
 from dataclasses import replace
 from gemm_configs import FUSED, target
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8 import layer
+from moe_fp8.call import MoeInputs, MoeShape
 shape = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
                  n_group=4, topk_group=2, top_k=3)
 def fp8(*size):
@@ -225,7 +226,7 @@ for config in FUSED[target()]:
         )
         out = torch.empty(tokens, 384, dtype=torch.bfloat16, device="cuda")
         configs = config.with_swiglu({terms}), replace(config, terms={terms})
-        kernels.fused_call(tokens, out.device, shape, {terms}, configs)(inputs, out)
+        layer.make_call(tokens, out.device, shape, {terms}, configs)(inputs, out)
         assert bool(out.isfinite().all())
 """,
     )

@@ -5,14 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from moe_fp8 import reference
 from moe_fp8.baselines import deepgemm_contiguous, deepgemm_masked
-from moe_fp8.gemms import batched, flat
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8.gemms import contiguous, masked
+from moe_fp8.ladder.steps import batched_rows
+from moe_fp8.reference import flat_rows
 from test_layer import STAGE_COSINE, STAGE_DIFF, random_fp8
 
 from scripts.common.definitions import GEMMS, MASKED, GemmDefinition
+from scripts.common.metrics import calc_diff, cosine
 
 RESERVED = 256
 """Rows of an expert in the masked layout."""
@@ -25,7 +26,7 @@ ROWS = {  # of the first experts; the others have none
     "none": (0,),
 }
 every_rows = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-OURS = {"contiguous": flat, "masked": batched}
+OURS = {"contiguous": contiguous, "masked": masked}
 PEERS = {"contiguous": deepgemm_contiguous, "masked": deepgemm_masked}
 
 
@@ -71,11 +72,11 @@ def wanted_of(definition: GemmDefinition, inputs: list) -> torch.Tensor:
     a, a_scale, b, b_scale, rows = inputs[:5]
     wanted = new_output(definition, inputs).zero_()
     if definition.rows != MASKED:
-        model.grouped_gemm(a, a_scale, b, b_scale, wanted, flat_rows(rows))
+        reference.grouped_gemm(a, a_scale, b, b_scale, wanted, flat_rows(rows))
         return wanted
     scales = a_scale.transpose(0, 1).flatten(1)
     expert_rows = batched_rows(rows, RESERVED)
-    model.grouped_gemm(a.flatten(0, 1), scales, b, b_scale, wanted.flatten(0, 1), expert_rows)
+    reference.grouped_gemm(a.flatten(0, 1), scales, b, b_scale, wanted.flatten(0, 1), expert_rows)
     return wanted
 
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from gemm_configs import OF_TARGET, target
-from moe_fp8.kernels import operations as kernels
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.layer.rows import batched_rows, flat_rows
+from moe_fp8 import reference
+from moe_fp8.ladder import steps
+from moe_fp8.ladder.steps import batched_rows
+from moe_fp8.reference import flat_rows
 from sanitizer import TOOLS, sanitized
+
+from scripts.common.metrics import calc_diff, cosine
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
@@ -57,10 +59,22 @@ def flat_problem(rows, n, k, seed=0):
     return flat, flat_scale, b, b_scale, flat_rows(m_indptr)
 
 
-def run_gemm(problem, function, config=None):
+def gemm_output(problem):
+    a, _, b, _, _ = problem
+    return torch.full((a.shape[0], b.shape[1]), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
+
+
+def run_gemm(problem, config=CONFIGS[0]):
     a, a_scale, b, b_scale, expert_rows = problem
-    out = torch.full((a.shape[0], b.shape[1]), UNTOUCHED, dtype=torch.bfloat16, device="cuda")
-    function(a, a_scale, b, b_scale, out, expert_rows, config)
+    out = gemm_output(problem)
+    steps.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, config)
+    return out
+
+
+def reference_gemm(problem):
+    a, a_scale, b, b_scale, expert_rows = problem
+    out = gemm_output(problem)
+    reference.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows)
     return out
 
 
@@ -68,8 +82,8 @@ def run_gemm(problem, function, config=None):
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_grouped_gemm(rows, n, k):
     problem = gemm_problem(rows, n, k)
-    expected = run_gemm(problem, model.grouped_gemm)
-    outputs = [run_gemm(problem, kernels.grouped_gemm, config) for config in CONFIGS]
+    expected = reference_gemm(problem)
+    outputs = [run_gemm(problem, config) for config in CONFIGS]
     max_rows = problem[0].shape[0] // len(rows)
     for e, count in enumerate(rows):
         own = slice(e * max_rows, e * max_rows + count)
@@ -91,9 +105,7 @@ def test_grouped_gemm_is_exact_on_small_integers(n, k):
     a_scale = torch.ones_like(a_scale)
     b_scale = torch.ones_like(b_scale)
     problem = (a, a_scale, b, b_scale, expert_rows)
-    assert torch.equal(
-        run_gemm(problem, kernels.grouped_gemm), run_gemm(problem, model.grouped_gemm)
-    )
+    assert torch.equal(run_gemm(problem), reference_gemm(problem))
 
 
 @pytest.mark.parametrize("experts", [64, 128, 256, 384])
@@ -103,20 +115,20 @@ def test_many_experts(experts):
     rows = tuple((7 * e) % 37 if e % 3 else 0 for e in range(experts))
     n, k = 256, 512
     a, a_scale, b, b_scale, expert_rows = problem = flat_problem(rows, n, k)
-    whole = run_gemm(problem, kernels.grouped_gemm)
+    whole = run_gemm(problem)
     parts = torch.full_like(whole, UNTOUCHED)
     for first in range(0, experts, 32):
         own = slice(first, first + 32)
         table = expert_rows[:, own].contiguous()
-        kernels.grouped_gemm(a, a_scale, b[own], b_scale[own], parts, table)
+        steps.grouped_gemm(a, a_scale, b[own], b_scale[own], parts, table, CONFIGS[0])
     assert torch.equal(whole, parts)
 
 
 def test_grouped_gemm_is_deterministic():
     problem = gemm_problem((300, 5, 0, 128), 4096, 7168)
-    first = run_gemm(problem, kernels.grouped_gemm)
+    first = run_gemm(problem)
     for _ in range(20):
-        assert torch.equal(run_gemm(problem, kernels.grouped_gemm), first)
+        assert torch.equal(run_gemm(problem), first)
 
 
 @pytest.mark.parametrize("rows", [300_032, 300_132], ids=["by TMA", "row by row"])
@@ -129,13 +141,13 @@ def test_rows_past_two_to_the_31_elements(rows):
     b_scale = torch.rand(1, n // 128, 1, device="cuda")
     expert_rows = torch.tensor([[0], [rows]], dtype=torch.int32, device="cuda")
     out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-    kernels.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows)
+    steps.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows, CONFIGS[0])
     for first in (0, 299_520, rows - 128):  # the last rows are past 2^31 elements
         own = slice(first, first + 128)
         small = torch.tensor([[0], [128]], dtype=torch.int32, device="cuda")
         expected = torch.empty(128, n, dtype=torch.bfloat16, device="cuda")
         scale = a_scale[:, own].contiguous()
-        model.grouped_gemm(a[own], scale, b, b_scale, expected, small, None)
+        reference.grouped_gemm(a[own], scale, b, b_scale, expected, small)
         assert calc_diff(out[own], expected) < 1e-4
 
 
@@ -145,7 +157,7 @@ def test_swiglu_quant_of_what_is_not_finite(bad):
     g = torch.randn(3, 4096, device="cuda").bfloat16()
     g[1, 130] = bad
     results = []
-    for module in (kernels, model):
+    for module in (steps, reference):
         q = torch.zeros(3, 2048, device="cuda").to(FP8)
         scale = torch.full((16, 3), torch.nan, device="cuda")
         module.swiglu_quant(g, q, scale, torch.tensor([3], dtype=torch.int32, device="cuda"))
@@ -164,12 +176,12 @@ def test_activation_of_rows_past_two_to_the_31_elements():
         part.copy_(torch.randn(part.shape, device="cuda"))
     q = torch.empty(rows, intermediate, dtype=torch.uint8, device="cuda").view(FP8)
     scale = torch.empty(intermediate // 128, rows, device="cuda")
-    kernels.swiglu_quant(g, q, scale, torch.tensor([rows], dtype=torch.int32, device="cuda"))
+    steps.swiglu_quant(g, q, scale, torch.tensor([rows], dtype=torch.int32, device="cuda"))
     for first in (0, rows - 128):
         own = slice(first, first + 128)
         small_q, small_scale = q.new_empty(128, intermediate), scale.new_empty(16, 128)
         count = torch.tensor([128], dtype=torch.int32, device="cuda")
-        kernels.swiglu_quant(g[own].contiguous(), small_q, small_scale, count)
+        steps.swiglu_quant(g[own].contiguous(), small_q, small_scale, count)
         assert torch.equal(q[own].view(torch.uint8), small_q.view(torch.uint8))
         assert torch.equal(scale[:, own], small_scale)
 
@@ -180,7 +192,7 @@ def test_combine_of_rows_past_two_to_the_31_elements():
     o[-1] = torch.randn(hidden, device="cuda")
     pair_row = torch.tensor([[rows - 1, -1, 0]], dtype=torch.int32, device="cuda")
     out = torch.empty(1, hidden, dtype=torch.bfloat16, device="cuda")
-    kernels.combine(o, pair_row, torch.full((1, 3), 2.0, device="cuda"), out)
+    steps.combine(o, pair_row, torch.full((1, 3), 2.0, device="cuda"), out)
     assert torch.equal(out[0], 2 * o[-1])
 
 
@@ -192,19 +204,19 @@ def test_sanitizer(tool):
         """
 from test_kernels import *
 for config in CONFIGS:
-    run_gemm(gemm_problem((0, 1, 130, 65), 256, 512), kernels.grouped_gemm, config)
-    run_gemm(flat_problem((0, 1, 130, 65), 256, 512), kernels.grouped_gemm, config)
+    run_gemm(gemm_problem((0, 1, 130, 65), 256, 512), config)
+    run_gemm(flat_problem((0, 1, 130, 65), 256, 512), config)
 g = torch.randn(5, 512, device="cuda").bfloat16()
 scales = torch.empty(2, 5, device="cuda")
 count = torch.tensor([5], dtype=torch.int32, device="cuda")
-kernels.swiglu_quant(g, torch.empty(5, 256, dtype=FP8, device="cuda"), scales, count)
+steps.swiglu_quant(g, torch.empty(5, 256, dtype=FP8, device="cuda"), scales, count)
 pairs = torch.randint(-1, 5, (3, 8), dtype=torch.int32, device="cuda")
 out = torch.empty(3, 512, dtype=torch.bfloat16, device="cuda")
-kernels.combine(g, pairs, torch.rand(3, 8, device="cuda"), out)
+steps.combine(g, pairs, torch.rand(3, 8, device="cuda"), out)
 own_rows = torch.full((3, 8), -1, dtype=torch.int32, device="cuda")
 own_rows[:, 2] = torch.arange(3, dtype=torch.int32, device="cuda")
 tokens, rows = fp8(3, 512), torch.empty(4, 512, dtype=FP8, device="cuda")
 scales = torch.rand(4, 3, device="cuda"), torch.empty(4, 4, device="cuda")
-kernels.permute(tokens, scales[0], own_rows, rows, scales[1])
+steps.permute(tokens, scales[0], own_rows, rows, scales[1])
 """,
     )

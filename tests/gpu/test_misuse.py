@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import test_layer
 import torch
-from moe_fp8 import v4_flat as v4
-from moe_fp8 import v5_fused as v5
-from moe_fp8 import v6_fused_hifi as v6
-from moe_fp8.functional import fused_moe
-from moe_fp8.layer import model
-from moe_fp8.layer.metrics import calc_diff, cosine
-from moe_fp8.problem import MoeInputs, MoeShape
+from moe_fp8 import reference
+from moe_fp8.api import fused_moe
+from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.ladder import v4_flat as v4
+from moe_fp8.ladder import v5_fused as v5
+from moe_fp8.ladder import v6_fused_hifi as v6
 from test_layer import (
     MODULES,
     SHAPE,
@@ -28,6 +27,8 @@ from test_layer import (
     output_of,
     random_fp8,
 )
+
+from scripts.common.metrics import calc_diff, cosine
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
@@ -126,7 +127,7 @@ def test_not_finite_as_in_the_model(name, bad, make_inputs):
         x[place.get(name, (6, 0, 0))] = bad
     changed = inputs._replace(**{name: x})
     wanted = new_output(inputs)
-    model.fused(changed, wanted, SHAPE)
+    reference.fused(changed, wanted, SHAPE)
     spreads = not name.startswith("routing") or (name == "routing_logits" and bad != bad)
     assert bool(wanted.isfinite().all()) != spreads
     for of, module in DIFFERENT.items():
@@ -309,7 +310,7 @@ def test_random_problem(seed):
     shape, inputs = random_problem(seed)
     for accurate in (False, True):
         wanted = new_output(inputs)
-        model.fused(inputs, wanted, shape, terms=2 if accurate else 1)
+        reference.fused(inputs, wanted, shape, terms=2 if accurate else 1)
         got = fused_moe(
             *inputs[:8],
             local_expert_offset=inputs.local_expert_offset,

@@ -5,10 +5,11 @@ import importlib.util
 import pytest
 import test_layer
 import torch
-from moe_fp8 import v2_vectorised as v2
 from moe_fp8.baselines import triton_fused_moe_v2, triton_moe
-from moe_fp8.layer.metrics import calc_diff, cosine
+from moe_fp8.ladder import v2_vectorised as v2
 from test_layer import LAYER_COSINE, LAYER_DIFF, check_replays, model_of, output_of
+
+from scripts.common.metrics import calc_diff, cosine
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 

@@ -12,8 +12,8 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 
 import torch
 
-from ..gemms.validate import validate_contiguous
-from ..numerics import BLOCK
+from ..call import BLOCK
+from ..gemms.checks import validate_contiguous
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu

@@ -5,7 +5,7 @@ It serves one GPU a process: it keeps the handles of its kernels, which are that
 
 import torch
 
-from ..numerics import BLOCK
+from ..call import BLOCK
 
 REQUIREMENT = "sgl-deep-gemm>=0.1.5"
 RECIPE = (1, BLOCK, BLOCK)

@@ -10,7 +10,7 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 
 import torch
 
-from ..gemms.validate import validate_masked
+from ..gemms.checks import validate_masked
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
 from .supported import HOPPER, on_its_device, require_gpu

@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..layer.calls import run_of
-from ..numerics import BLOCK
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
-from .call import begin, route
+from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
 from .deepgemm_device import REQUIREMENT, require_first_device
 from .held import HeldPerStream
 from .requirement import require
+from .shared import begin, route
 from .supported import HOPPER, on_its_device
 
 if TYPE_CHECKING:

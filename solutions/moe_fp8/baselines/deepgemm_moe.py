@@ -14,17 +14,14 @@ and is cached on disk (`DG_JIT_CACHE_DIR`).
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ..layer.calls import run_of
-from ..numerics import BLOCK
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from .call import Tables, begin, new_buffers, new_tables, route
+from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, run_of
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .held import HeldPerStream
+from .shared import Tables, begin, new_buffers, new_tables, route
 from .supported import HOPPER, on_its_device
 
 SOLUTION = {
@@ -61,13 +58,8 @@ class DeepGemmLayer:
 
     @torch.inference_mode()
     @on_its_device
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = lambda stage: None,
-    ) -> None:
-        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor) -> None:
+        """Write the layer's output.
 
         Raises:
             ValueError: an argument is wrong.
@@ -87,7 +79,6 @@ class DeepGemmLayer:
         route(inputs, shape, routed)
         offset = int(inputs.local_expert_offset)
         stages.place(routed, offset, rows, align=BLOCK, max_rows=max_rows)
-        mark("routing")
 
         if max_rows is not None:
             buffers = masked_buffers((shape.num_local_experts, max_rows), shape, device)
@@ -109,17 +100,13 @@ class DeepGemmLayer:
         a, a_scale, g, q, q_scale, o = buffers
         stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
         multiply((a, a_scale), (inputs.gemm1_weights, inputs.gemm1_weights_scale), g)
-        mark("gemm1")
 
         stages.swiglu_quant(g, q, q_scale, rows)
-        mark("swiglu_quant")
 
         multiply((q, q_scale), (inputs.gemm2_weights, inputs.gemm2_weights_scale), o)
-        mark("gemm2")
 
         stages.combine(o, routed.weights, rows, output)
-        mark("combine")
 
 
-LAYER = DeepGemmLayer()
-run = run_of(LAYER)
+layer_at = DeepGemmLayer
+run = run_of(DeepGemmLayer())

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..numerics import BLOCK
+from ..call import BLOCK
 
 COLUMNS = 1024
 

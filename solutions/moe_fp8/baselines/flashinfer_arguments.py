@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..problem import MoeInputs, MoeShape
+from ..call import MoeInputs, MoeShape
 
 ROUTING_DEEPSEEK_V3 = 2
 """`flashinfer.RoutingMethodType.DeepSeekV3`, which is not exported by all releases."""

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..layer.calls import run_of
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
-from .call import begin, route
+from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
 from .held import HeldPerStream
 from .requirement import require
+from .shared import begin, route
 from .supported import HOPPER, on_its_device
 
 if TYPE_CHECKING:

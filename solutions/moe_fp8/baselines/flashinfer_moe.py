@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layer.calls import run_of
-from ..layer.validate import validate
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
 from .flashinfer_arguments import block_scale_arguments
 from .requirement import require
 from .supported import BLACKWELL, on_its_device, require_gpu
@@ -70,7 +68,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         ValueError: an argument is wrong.
         RuntimeError: the GPU is not supported, or the package is not installed.
     """
-    tokens = validate(inputs, output, SHAPE)
+    tokens = check_call(inputs, output, SHAPE)
     require_gpu(output.device, BLACKWELL)
     function, parameters = entry()
     if tokens == 0:

@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer.calls import run_of
-from ..layer.validate import validate
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
+from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
 from .flashinfer_arguments import block_scale_arguments
 from .held import HeldPerStream
 from .requirement import require
@@ -73,7 +71,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         ValueError: an argument is wrong.
         RuntimeError: the GPU is not supported, or the package is not installed or too old.
     """
-    tokens = validate(inputs, output, SHAPE)
+    tokens = check_call(inputs, output, SHAPE)
     require_gpu(output.device, BLACKWELL)
     fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
     function = getattr(fused_moe, "prims_ts_fp8_block_scale_moe", None)

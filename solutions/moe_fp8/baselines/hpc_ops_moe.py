@@ -17,15 +17,13 @@ of that tile, rows and scales lie at the same place. Few rows a tile: it has its
 written on the device, for which it is given room.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ..layer.calls import run_of
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from .call import Buffers, Tables, begin, new_buffers, new_tables, route
+from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
 from .held import HeldPerStream
+from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
 from .supported import HOPPER, on_its_device
 
 SOLUTION = {
@@ -98,13 +96,8 @@ class HpcOpsLayer:
 
     @torch.inference_mode()
     @on_its_device
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = lambda stage: None,
-    ) -> None:
-        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor) -> None:
+        """Write the layer's output.
 
         Raises:
             ValueError: an argument is wrong.
@@ -147,14 +140,11 @@ class HpcOpsLayer:
             # Without its list the kernel divides by the number of tiles: without a pair, the first
             # expert has one row, of whatever is there, and nobody reads what becomes of it.
             counts[:1].add_(starts[-1:] == 0)
-        mark("routing")
 
         stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
         multiply(a, a_scale, inputs.gemm1_weights, inputs.gemm1_weights_scale, g)
-        mark("gemm1")
 
         stages.swiglu_quant(g, q, q_scale, rows)
-        mark("swiglu_quant")
 
         # Both GEMMs would allocate their TMA descriptors at one address. Without the list they do
         # not acquire what was written there: in a replay the second GEMM used those of the first.
@@ -162,11 +152,9 @@ class HpcOpsLayer:
         held = counts.new_empty(len(counts) * DESCRIPTORS) if tasks is None else None
         multiply(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o)
         del held
-        mark("gemm2")
 
         stages.combine(o, routed.weights, rows, output)
-        mark("combine")
 
 
-LAYER = HpcOpsLayer()
-run = run_of(LAYER)
+layer_at = HpcOpsLayer
+run = run_of(HpcOpsLayer())

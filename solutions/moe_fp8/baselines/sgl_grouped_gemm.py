@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..problem import MoeShape
+from ..call import MoeShape
 from .held import HeldPerStream
 from .requirement import require
 

@@ -21,18 +21,15 @@ the rows in use only; its time counts as part of the activation's. The routing w
 to bfloat16, as SGLang does for `apply_shuffle_mul_sum`.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from ..layer.calls import run_of
-from ..numerics import BLOCK
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset
-from .call import begin, route
+from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
 from .held import HeldPerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
+from .shared import begin, route
 from .supported import BLACKWELL, HOPPER, on_its_device
 
 SOLUTION = {
@@ -88,13 +85,8 @@ class SglangLayer:
 
     @torch.inference_mode()
     @on_its_device
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = lambda stage: None,
-    ) -> None:
-        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor) -> None:
+        """Write the layer's output.
 
         Raises:
             ValueError: an argument is wrong.
@@ -130,7 +122,6 @@ class SglangLayer:
             h,
         )
         weights = weights.to(output.dtype)
-        mark("routing")
 
         a = sgl.shuffle_rows(inputs.hidden_states, token_of_row, (rows, h))
         scale = inputs.hidden_states_scale.t().contiguous()
@@ -138,24 +129,19 @@ class SglangLayer:
         g = new((rows, 2 * i))
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
         grouped_gemm(held, a, a_scale, w13, w13_scale, g, sizes1, offsets[:-1])
-        mark("gemm1")
 
         gate_first(g, offsets[experts:])
         c = new((rows, i))
         sgl.silu_and_mul(g, c)
         q, q_scale = new((rows, i), dtype=fp8), new((rows, i // BLOCK), dtype=f32)
         sgl.sgl_per_token_group_quant_8bit(c, q, q_scale, BLOCK, SMALLEST_AMAX, -FP8_MAX, FP8_MAX)
-        mark("swiglu_quant")
 
         o = new((rows + 1, h))
         o[rows].zero_()
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
         grouped_gemm(held, q, q_scale, w2, w2_scale, o[:rows], sizes2, offsets[:-1])
-        mark("gemm2")
 
         sgl.apply_shuffle_mul_sum(o, output, row_of_pair, weights)
-        mark("combine")
 
 
-LAYER = SglangLayer()
-run = run_of(LAYER)
+run = run_of(SglangLayer())

@@ -44,7 +44,7 @@ def on_its_device(call: Call) -> Call:
         output = next((a for a in arguments if isinstance(a, torch.Tensor)), None)
         if output is None:  # the call says what is wrong
             return call(*arguments, **named)
-        # Not by layer.backend, which would pack our kernels into every bundle of a peer.
+        # Not by kernels.architectures, which would pack our kernels into every bundle of a peer.
         on_gpu = output.device.type == "cuda"
         with torch.cuda.device(output.device) if on_gpu else contextlib.nullcontext():
             call(*arguments, **named)

@@ -12,15 +12,12 @@ is shown as many as even routing gives this rank. On Blackwell the same function
 arguments, has kernels of its own; this project has not run them.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from ..layer.calls import run_of
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from .call import Buffers, Tables, begin, new_buffers, new_tables, route
+from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
 from .held import HeldPerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
+from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
 from .supported import BLACKWELL, HOPPER, on_its_device
 
 SOLUTION = {
@@ -58,13 +55,8 @@ class FusedMoeV2Layer:
 
     @torch.inference_mode()
     @on_its_device
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = lambda stage: None,
-    ) -> None:
-        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor) -> None:
+        """Write the layer's output.
 
         Raises:
             ValueError: an argument is wrong.
@@ -83,25 +75,19 @@ class FusedMoeV2Layer:
         )
         route(inputs, shape, routed)
         stages.place(routed, int(inputs.local_expert_offset), rows)
-        mark("routing")
 
         offsets = rows.m_indptr[:-1]
         shown = -(-tokens * shape.top_k * shape.num_local_experts // shape.num_experts)
         stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
         grouped_gemm(held, a[:shown], a_scale[:shown], w13, w13_scale, g, sizes[0], offsets)
-        mark("gemm1")
 
         stages.swiglu_quant(g, q, q_scale, rows)
-        mark("swiglu_quant")
 
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
         grouped_gemm(held, q[:shown], q_scale[:shown], w2, w2_scale, o, sizes[1], offsets)
-        mark("gemm2")
 
         stages.combine(o, routed.weights, rows, output)
-        mark("combine")
 
 
-LAYER = FusedMoeV2Layer()
-run = run_of(LAYER)
+run = run_of(FusedMoeV2Layer())

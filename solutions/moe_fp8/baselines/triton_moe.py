@@ -11,16 +11,14 @@ the operands are swapped, so that the weights fill the wide side of the tensor c
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..layer.calls import run_of
-from ..problem import DEEPSEEK_V3, MoeInputs, MoeShape
-from .call import Buffers, Tables, begin, new_buffers, new_tables, route
+from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
 from .held import HeldPerStream
+from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
 from .supported import BLACKWELL, HOPPER, on_its_device
 
 if TYPE_CHECKING:
@@ -86,13 +84,8 @@ class TritonLayer:
 
     @torch.inference_mode()
     @on_its_device
-    def __call__(
-        self,
-        inputs: MoeInputs,
-        output: torch.Tensor,
-        mark: Callable[[str], None] = lambda stage: None,
-    ) -> None:
-        """Write the layer's output; `mark` is told of each stage once it is enqueued.
+    def __call__(self, inputs: MoeInputs, output: torch.Tensor) -> None:
+        """Write the layer's output.
 
         Raises:
             ValueError: an argument is wrong.
@@ -110,23 +103,18 @@ class TritonLayer:
         (routed, rows), (_, _, g, q, q_scale, o) = buffers(tokens, align, shape, output.device)
         route(inputs, shape, routed)
         stages.place(routed, int(inputs.local_expert_offset), rows, align)
-        mark("routing")
 
         x, x_scale = inputs.hidden_states, inputs.hidden_states_scale.t()
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
         grouped_gemm(x, x_scale, w13, w13_scale, g, rows, tile1, gather=True)
-        mark("gemm1")
 
         stages.swiglu_quant(g, q, q_scale, rows)
-        mark("swiglu_quant")
 
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
         grouped_gemm(q, q_scale, w2, w2_scale, o, rows, tile2, gather=False)
-        mark("gemm2")
 
         stages.combine(o, routed.weights, rows, output)
-        mark("combine")
 
 
-LAYER = TritonLayer()
-run = run_of(LAYER)
+layer_at = TritonLayer
+run = run_of(TritonLayer())

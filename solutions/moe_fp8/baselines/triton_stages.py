@@ -33,8 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..numerics import BLOCK, TMA_ROWS
-from ..problem import MoeShape, bounded_offset
+from ..call import BLOCK, TMA_ROWS, MoeShape, bounded_offset
 
 FP8_MAX = tl.constexpr(448.0)
 EPSILON = tl.constexpr(1e-20)

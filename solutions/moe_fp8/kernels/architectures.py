@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..problem import MoeShape
+from ..call import MoeShape
 from . import heuristic_sm90, heuristic_sm100
-from .configs import GemmConfig, GemmConfigSm90, GemmConfigSm100, LayerRules
+from .configs import LayerRules
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,6 @@ class Architecture:
 
     gpus: str  # that it serves, for messages
     target: str  # the compiler's name of it
-    config: GemmConfig  # suits every problem
     choose: Callable[..., Any]  # picks a GEMM's config, see `heuristic_sm90.choose`
     layer: LayerRules  # make the fused layer's configs
 
@@ -32,14 +32,12 @@ class Architecture:
 HOPPER = Architecture(
     gpus="compute capability 9.0 (H100, H200, H800, H20, GH200)",
     target="sm_90a",
-    config=GemmConfigSm90(),
     choose=heuristic_sm90.choose,
     layer=heuristic_sm90.LAYER,
 )
 BLACKWELL = Architecture(
     gpus="compute capability 10.0 (B200, GB200)",
     target="sm_100a",
-    config=GemmConfigSm100(),
     choose=heuristic_sm100.choose,
     layer=heuristic_sm100.LAYER,
 )
@@ -71,3 +69,37 @@ def of_target(target: str) -> Architecture:
     if target not in by_target:
         raise ValueError(f"no kernels for {target!r}: expected one of {', '.join(by_target)}")
     return by_target[target]
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+@functools.cache  # asked in every call of a kernel
+def has_kernels(device: torch.device) -> bool:
+    """Return True for a supported GPU, False for the CPU, which runs the reference model.
+
+    Raises:
+        ValueError: the device is another one; the message lists the supported GPUs.
+    """
+    if device.type == "cpu":
+        return False
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability in ARCHITECTURES:
+            return True
+        got = f"{torch.cuda.get_device_name(device)}, compute capability %d.%d" % capability
+    else:
+        got = f"device type {device.type}"
+    supported = ", ".join(architecture.gpus for architecture in ARCHITECTURES.values())
+    raise ValueError(f"unsupported device {device} ({got}): expected a GPU of {supported}")
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Return a context in which launches go to a GPU; nothing to do for other devices."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

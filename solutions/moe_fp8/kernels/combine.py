@@ -11,9 +11,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
-from .dsl import SmemAllocator
+from .dsl import BYTES, SmemAllocator, alignment, load, vector
 from .sync import arrivals, wait_for_previous
-from .vectors import BYTES, alignment, load, vector
 
 MAX_SUM_THREADS = 128
 """Threads that sum; each owns 16 bytes of a row."""

@@ -18,8 +18,7 @@ import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
-from ..closure import import_closure
-from .cache import KernelCache, cache_dir
+from ..cache import KernelCache, cache_dir, import_closure
 
 ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]

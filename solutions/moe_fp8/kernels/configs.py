@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..numerics import BLOCK, TMA_ROWS
-from ..problem import MoeShape, expected_rows
+from ..call import BLOCK, TMA_ROWS, MoeShape, expected_rows
 
 WARP = 32
 """Threads of a warp."""

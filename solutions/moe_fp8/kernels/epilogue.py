@@ -19,14 +19,13 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..numerics import BLOCK
+from ..call import BLOCK
 from .configs import EPILOGUE_N, WARPGROUP
-from .dsl import LayoutEnum
+from .dsl import BF16_VECTOR, E4M3_VECTOR, LayoutEnum, vector
 from .gemm_load import TmaTensor
 from .swiglu import Activation, activate_gate, activate_up
 from .sync import NamedBarrierId, announce
 from .tiles import Tile
-from .vectors import BF16_VECTOR, E4M3_VECTOR, vector
 
 
 class TilePart(NamedTuple):

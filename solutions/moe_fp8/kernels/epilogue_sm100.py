@@ -9,11 +9,11 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 
 from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
+from .dsl import BF16_VECTOR, BYTES, load, vector
 from .epilogue import Quantised, SwigluEpilogue, TilePart
 from .swiglu import Activation, block_scale, divide
 from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
 from .tiles import Tile
-from .vectors import BF16_VECTOR, BYTES, load, vector
 
 STAGED_PIECES = STAGED_COLUMNS // BF16_VECTOR
 """16-byte pieces of a staged row."""

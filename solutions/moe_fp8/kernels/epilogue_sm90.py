@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float8E4M3FN, Float32, Int32
 
-from ..numerics import BLOCK
+from ..call import BLOCK
 from .configs import WARP, WARPGROUP_WARPS, GemmConfigSm90
 from .epilogue import Quantised, SwigluEpilogue, TilePart
 from .swiglu import Activation, block_scale, divide

@@ -27,8 +27,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..numerics import BLOCK, TMA_ROWS, round_up
-from ..problem import Form, MoeShape
+from ..call import BLOCK, TMA_ROWS, Form, MoeShape, round_up
 from .combine import Combine
 from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
@@ -241,7 +240,7 @@ class ExpertGemms:
     ):
         if config1.quantises != config2.terms:
             raise ValueError(
-                f"{config1}: expected quantises={config2.terms}, as {config2} has terms"
+                f"{config1}: expected quantises={config2.terms}, the terms of GEMM2 ({config2})"
             )
         h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
         self.local, self.num_sms = local, num_sms

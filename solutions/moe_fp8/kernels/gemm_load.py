@@ -39,13 +39,11 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from ..numerics import BLOCK, TMA_ROWS
-from . import vectors
+from ..call import BLOCK, TMA_ROWS
 from .configs import WARP
-from .dsl import LayoutEnum
+from .dsl import BF16_VECTOR, LayoutEnum, copy_async, load, vector
 from .sync import Ready, wait_for_previous, wait_for_rows
 from .tiles import MAX_EXPERTS, Tile, TileScheduler
-from .vectors import BF16_VECTOR, vector
 
 A_WARPS = (0, 3)
 """The warps that load A: the first one, or both."""
@@ -573,17 +571,17 @@ class GatheredRows:
         at_once = math.gcd(c.tile_m // 8, 4)
         some = cute.make_rmem_tensor(at_once, Int32)
         for first in cutlass.range_constexpr(0, c.tile_m // 8, at_once):
-            vectors.load(tokens.iterator + row * (c.tile_m // 8) + first, some)
+            load(tokens.iterator + row * (c.tile_m // 8) + first, some)
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(some[i]) * k
-                vectors.copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
+                copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
         if cutlass.const_expr(not c.split_sfa):
             scales, token_stride = self._scales(operand, kb)
             place = shared.sSFA.iterator + state.index * (c.sfa_bytes // 4)
             for i in cutlass.range(lane, self.tokens // self.warps, WARP):
                 scale_row = self._row(warp, Int32(i))
                 token = tokens[scale_row // 8, scale_row % 8]
-                vectors.copy_async(scales + token * token_stride, place + scale_row, 1)
+                copy_async(scales + token * token_stride, place + scale_row, 1)
         cute.arch.cp_async_mbarrier_arrive_noinc(ab_pipeline.producer_get_barrier(state))
 
     @cute.jit
@@ -604,7 +602,7 @@ class GatheredRows:
         for i in cutlass.range_constexpr(cute.size(copies.tokens)):
             row = i * WARP + cute.arch.lane_idx()
             if row < self.tokens:
-                vectors.copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
+                copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
         cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
 
     def _scales(self, operand: TokensByRow, kb) -> tuple[cute.Pointer, Any]:

@@ -31,7 +31,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from ..numerics import BLOCK
+from ..call import BLOCK
 from .configs import (
     EPILOGUE_N,
     MAX_SFB,

@@ -8,13 +8,12 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..numerics import BLOCK, round_up
-from ..problem import Form
+from ..call import BLOCK, Form, round_up
 from .compile import TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
 from .configs import WARP
+from .dsl import BF16_VECTOR, E4M3_VECTOR, alignment, load, vector
 from .swiglu import QuantisedTokens, quantise, quantise_token
 from .sync import wait_for_previous
-from .vectors import BF16_VECTOR, E4M3_VECTOR, alignment, load, vector
 
 PERMUTE_THREADS = 64
 """A row of 7168 values is then 7 vectors a thread, none left over."""

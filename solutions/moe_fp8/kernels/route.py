@@ -27,15 +27,13 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
-from ..numerics import EPSILON
-from ..problem import Form, MoeShape
+from ..call import EPSILON, Form, MoeShape
 from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
-from .dsl import SmemAllocator
+from .dsl import SmemAllocator, load
 from .swiglu import QuantisedTokens, quantise_token
 from .sync import wait_for_previous
 from .tiles import inclusive_sum
-from .vectors import load
 
 WORD_TOKENS = 32
 """Tokens of a word of marks."""

@@ -12,11 +12,10 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..numerics import BLOCK, FP8_MAX, MANTISSA
-from ..problem import SILU, Swiglu
+from ..call import BLOCK, FP8_MAX, MANTISSA, SILU, Swiglu
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
+from .dsl import BF16_VECTOR, vector
 from .sync import wait_for_previous
-from .vectors import BF16_VECTOR, vector
 
 LOG2_E = 1.4426950408889634
 MAGNITUDE = 0x7FFFFFFF

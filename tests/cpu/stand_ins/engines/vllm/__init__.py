@@ -38,10 +38,10 @@ class Model(torch.nn.Module):
 
 def compiled(number: int):
     """A kernel as far as the compiler, kept nowhere."""
-    from moe_fp8 import compile_ahead
     from moe_fp8.kernels import compile as compiling
+    from moe_fp8.serving import prepare
 
-    compile_ahead.compile_all([])  # as `prepare` does
+    prepare.compile_all([])  # as `prepare` does
     os.environ["MOE_FP8_CACHE_DIR"] = ""
     compiling.cute.compile = lambda kernel, *arguments, **options: kernel
     return compiling.compiled(Kernel, (number,), (), "sm_90a")
@@ -96,7 +96,7 @@ class LLM:
         )
 
     def layer(self, tokens: int):
-        from moe_fp8.functional import experts
+        from moe_fp8.api import experts
 
         generator = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()

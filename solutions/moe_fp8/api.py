@@ -1,0 +1,714 @@
+"""The layer as functions of torch tensors, in eager code, under torch.compile and in CUDA graphs.
+
+The functions are also custom operators, `torch.ops.moe_fp8.fused_moe`, `.experts` and
+`.batched_experts`, so that torch.compile keeps the calls in its graph. A copy of the package under
+another name has operators of that name.
+
+A call goes one way: `fused_moe` packs its arguments into `MoeInputs`, `Routing` and `Options`;
+`run_fused_moe` finds the layer for their sizes and types and calls it (`layer.FusedLayer`).
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from .call import (
+    BatchedInputs,
+    Form,
+    Inputs,
+    MoeInputs,
+    MoeShape,
+    RoutedInputs,
+    Swiglu,
+    check_call,
+    check_integer,
+    described,
+    has_contiguous_lines,
+)
+from .layer import BatchedLayer, FusedLayer
+
+FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+E8M0 = torch.float8_e8m0fnu
+I32, I64 = torch.int32, torch.int64
+# Names of this module: the host waits for memory in every look-up.
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+dispatch_modes = torch._C._len_torch_dispatch_stack
+pre_dispatch_modes = torch._ops._len_torch_dispatch_stack_pre_dispatch
+requires_grad = operator.attrgetter("requires_grad")
+NO_KEY = (AttributeError, RuntimeError, TypeError)
+"""Exceptions of `_layers_seen`: no tensor, a nested one, an option that cannot be hashed."""
+
+
+class Routing(NamedTuple):
+    """The numbers of DeepSeek-V3's routing."""
+
+    n_group: int
+    topk_group: int
+    top_k: int
+
+
+class Options(NamedTuple):
+    """The options that all functions share."""
+
+    gate_first: bool
+    accurate: bool
+    swiglu_limit: float | None
+    swiglu_alpha: float
+    swiglu_beta: float
+    ue8m0: bool
+
+
+def fused_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    *,
+    local_expert_offset: int = 0,
+    routed_scaling_factor: float = 1.0,
+    n_group: int = 8,
+    topk_group: int = 4,
+    top_k: int = 8,
+    gate_first: bool = False,
+    accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the mixture-of-experts layer of one expert-parallel rank: its experts' share of every
+    token.
+
+    DeepSeek-V3's routing: the scores are sigmoids of the logits; experts are chosen by score plus
+    bias, `top_k` of those in the `topk_group` groups (of `n_group`) whose two best are largest in
+    sum; their weights are the scores over their sum, times `routed_scaling_factor`. An expert is
+    `down(silu(gate(x)) * up(x))`. The output is the weighted sum over those of a token's experts
+    that live here, so the sum over all ranks is the whole layer's; a token without one gets zeros.
+
+    T tokens, E experts of which L live here, width H, expert width I; H and I are multiples of 128.
+    `MoeShape` names the largest sizes. `quantise` makes the FP8 operands.
+
+    Runs on the current stream of the tensors' device, and does not wait for it: after one call with
+    as many tokens a call can be captured in a CUDA graph, which then serves any routing. On CPU
+    tensors the reference model runs, in plain torch. No gradient flows through it.
+
+    A NaN or an infinity makes those elements of the output other than finite that it does in the
+    definition's float32 reference, and no others. Whether they are NaN or infinite may differ: the
+    intermediate is FP8, and an infinite scale times what was rounded to 0 is NaN. A NaN among the
+    logits or the bias is larger than every number.
+
+    Where memory runs out, torch.OutOfMemoryError is raised, and the next call can succeed. Beside
+    the output a call needs 132 KB a token at DeepSeek-V3's geometry, 263 KB if `accurate`, and for
+    more than 16384 tokens no more than for these.
+
+    Args:
+        routing_logits: `[T, E]` float32 or bfloat16.
+        routing_bias: `[E]` bfloat16 or float32, for the choice alone, which is made in float32;
+            None is a bias of 0.
+        hidden_states: `[T, H]` float8_e4m3fn, or bfloat16, which the layer quantises as
+            `quantise_rows` does, to the bit.
+        hidden_states_scale: `[H/128, T]` float32, what the 128 values of a block are multiplied by;
+            None with bfloat16. Scales that lie token by token are passed as they are, `[T, H/128]`
+            transposed by `.t()`: no copy is made. Without it they are refused, but where T = H/128,
+            whose shape does not tell.
+        gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
+        gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of
+            128 x 128.
+        gemm2_weights: `[L, H, I]` float8_e4m3fn.
+        gemm2_weights_scale: `[L, H/128, I/128]` of the same type.
+        local_expert_offset: the first of the L experts that live here.
+        routed_scaling_factor: of all weights.
+        n_group, topk_group, top_k: of the routing.
+        gate_first: rows of gate lie above those of up in `gemm1_weights` and their scales, as
+            checkpoints have them. Costs nothing, changes no bit.
+        accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
+            1e-6 instead of 3e-4; see `v6_fused_hifi` for what it costs.
+        swiglu_limit, swiglu_alpha, swiglu_beta: with gate at most the limit and up within the limit
+            of 0, an expert's activation is `gate * sigmoid(alpha * gate) * (up + beta)`; a NaN
+            stays one. None is no limit. Compiled into the kernels: every triple has its own.
+        ue8m0: the scales that the layer makes, of tokens in bfloat16 and of the intermediate, are
+            rounded up to powers of two, as models were trained whose `scale_fmt` is "ue8m0".
+        out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+
+    Returns:
+        `[T, H]` bfloat16.
+
+    Raises:
+        ValueError: an argument's shape, type, device or layout is wrong; the message names it.
+            Nothing was launched. Or the GPU is not supported.
+        RuntimeError: a stream is being captured and no call with as many tokens came before.
+    """
+    inputs = MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor,
+    )  # fmt: skip
+    output = _new_output(hidden_states) if out is None else out
+    seen: list[FusedLayer] = []
+    if not is_dynamo_compiling():
+        try:
+            seen = _layers_seen(
+                routing_logits.shape, gemm1_weights.shape, n_group, topk_group, top_k,
+                gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
+            )  # fmt: skip
+        except NO_KEY:  # refused by name below
+            pass
+        if seen and _called_again(seen[0], inputs, hidden_states, output, out is None):
+            return output
+    routing = Routing(n_group, topk_group, top_k)
+    options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
+    if _is_traced(routing_logits, hidden_states):
+        operators["fused_moe"](*inputs, *routing, *options, output)
+    else:
+        seen[:] = [run_fused_moe(inputs, routing, options, output)]
+    return output
+
+
+def experts(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    gate_first: bool = True,
+    expert_map: torch.Tensor | None = None,
+    local_expert_offset: int = 0,
+    num_experts: int | None = None,
+    accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the layer after its routing: the experts here of tokens whose experts are chosen.
+
+    The same kernels but for the one that chooses, with the same guarantees, and the same bits for
+    the same choices: the order of a token's experts does not matter, its sum is made in the order
+    of the local ones. An id that is not local adds nothing, whatever number it is. An expert may be
+    given to a token twice and a weight may be 0; a shared expert is one more id.
+
+    T tokens with K experts each, K up to 31, L experts here. What is said of streams, graphs, NaN
+    and memory in `fused_moe` holds here, too.
+
+    Args:
+        topk_ids: `[T, K]` int32 or int64. Without a map expert `local_expert_offset + e` is the
+            e-th here; so with ids that are local, -1 elsewhere, the offset is 0.
+        topk_weights: `[T, K]` float32, what an expert's output is multiplied by.
+        x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
+        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w2: `[L, H, I]` float8_e4m3fn.
+        w2_scale: `[L, H/128, I/128]` of the same type.
+        x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
+            passed transposed by `.t()`: no copy is made. Without it they are refused, but where
+            T = H/128, whose shape does not tell.
+        gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
+        expert_map: `[E]` int32, the e-th expert's place among those here, or -1. Several may have
+            the same place.
+        local_expert_offset: the first id that is here; 0 with a map.
+        num_experts: E without a map, which only tells how many rows an expert may have, so that
+            the kernels' tiles suit; else L is taken for it. Changes no bit.
+        accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
+        out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+
+    Returns:
+        `[T, H]` bfloat16.
+
+    Raises:
+        ValueError: an argument's shape, type, device or layout is wrong; the message names it
+            (K is `top_k`). Nothing was launched. Or the GPU is not supported.
+        RuntimeError: a stream is being captured and no call with as many tokens came before.
+    """
+    inputs = RoutedInputs(
+        topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
+        local_expert_offset, expert_map,
+    )  # fmt: skip
+    output = _new_output(x) if out is None else out
+    seen: list[FusedLayer] = []
+    if not is_dynamo_compiling():
+        try:
+            seen = _layers_seen(
+                topk_ids.shape, w13.shape, num_experts, expert_map is None,
+                gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
+            )  # fmt: skip
+        except NO_KEY:  # refused by name below
+            pass
+        if seen and _called_again(seen[0], inputs, x, output, out is None):
+            return output
+    options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
+    if _is_traced(topk_ids, x):
+        operators["experts"](*inputs, num_experts, *options, output)
+    else:
+        seen[:] = [run_experts(inputs, num_experts, options, output)]
+    return output
+
+
+def batched_experts(
+    x: torch.Tensor,
+    num_tokens: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    expected_m: int | None = None,
+    gate_first: bool = True,
+    accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the experts of tokens that were brought to them, each in a place of its expert's.
+
+    As DeepEP's low-latency mode hands tokens over and takes their outputs back: `x[e, r]` for
+    `r < num_tokens[e]` is the r-th token of expert e, and `out[e, r]` is what the expert makes of
+    it, unweighted: the combine that follows applies the weights. Rows of `x` and `x_scale` beyond
+    may hold anything, and rows of `out` beyond are not written. A row's bits depend on nothing but
+    the token and its expert.
+
+    L experts here with R rows each, width H, expert width I. The counts stay on the GPU: a call
+    that was captured in a CUDA graph serves any. What is said of streams, graphs and NaN in
+    `fused_moe` holds here, too. Beside the output a call needs `L R (I + I/32 + H/32)` bytes, with
+    tokens in bfloat16 `L R H` more, if `accurate` `L R I` more.
+
+    Args:
+        x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
+        num_tokens: `[L]` int32. A negative count is taken for 0, one beyond R for R.
+        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w2: `[L, H, I]` float8_e4m3fn.
+        w2_scale: `[L, H/128, I/128]` of the same type.
+        x_scale: `[L, R, H/128]` float32 of FP8 tokens, in memory with a row's or with a block's
+            values side by side (DeepEP's strides are `(R H/128, 1, R)`); None of bfloat16.
+        expected_m: about how many tokens an expert has, so that the kernels' tiles suit; R without
+            it. Rounded up to a power of two, each of which may need a kernel of its own. Changes no
+            bit.
+        gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
+        accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
+        out: `[L, R, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+
+    Returns:
+        `[L, R, H]` bfloat16.
+
+    Raises:
+        ValueError: an argument's shape, type, device or layout is wrong; the message names it.
+            Nothing was launched. Or the GPU is not supported.
+        RuntimeError: a stream is being captured, and no call with as large an `expected_m` and as
+            many rows came before.
+    """
+    inputs = BatchedInputs(num_tokens, expected_m, x, x_scale, w13, w13_scale, w2, w2_scale)
+    output = _new_output(x) if out is None else out
+    seen: list[FusedLayer] = []
+    if not is_dynamo_compiling() and type(expected_m) is int and expected_m > 0:
+        try:
+            seen = _layers_seen(
+                x.shape, w13.shape,
+                gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
+            )  # fmt: skip
+        except NO_KEY:  # refused by name below
+            pass
+        if seen and _called_again(seen[0], inputs, x, output, out is None):
+            return output
+    options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
+    if _is_traced(num_tokens, x):
+        operators["batched_experts"](*inputs, *options, output)
+    else:
+        seen[:] = [run_batched_experts(inputs, options, output)]
+    return output
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024, typed=True)  # 8.0, which is refused, is not the 8 of before
+def _layers_seen(*key: Any) -> list[FusedLayer]:
+    """Return the layer that made the last call with these sizes and options; empty at first.
+
+    The memory is small and quick: it saves 10 us a call, in which the GPU waits. Types and layouts
+    are no part of the key, because the compiled function refuses others than its own.
+    """
+    return []
+
+
+def _new_output(x: Any) -> Any:
+    """Return memory for the output for tokens `x`; None if `x` is no tensor, which is refused by
+    name."""
+    return torch.empty_like(x, dtype=torch.bfloat16) if isinstance(x, torch.Tensor) else None
+
+
+def _called_again(layer: FusedLayer, inputs: Inputs, x: Any, out: Any, is_new: bool) -> bool:
+    """Make a call like one that the layer has made; return False if something must look at it
+    first: a tracer, a check of derivatives, types or layouts."""
+    if (
+        type(x) is not torch.Tensor
+        or forward_ad._current_level >= 0
+        or dispatch_modes()
+        or pre_dispatch_modes()
+    ):
+        return False
+    call = layer.ready_call(inputs, out)
+    if call is None:
+        return False
+    if torch.is_grad_enabled():
+        if out.requires_grad or any(map(requires_grad, layer.tensors_of(inputs))):
+            return False
+    try:
+        call(inputs, out)
+    except Exception:  # the slow way says what is wrong, or raises it again
+        return False
+    if not is_new and not out.is_inference():  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(out)
+    return True
+
+
+def run_fused_moe(
+    inputs: MoeInputs, routing: Routing, options: Options, out: torch.Tensor
+) -> FusedLayer:
+    """Find the layer for the inputs' sizes and types, and call it; return the layer."""
+    refuse_gradients(inputs, out)
+    return _run(moe_layer(inputs, routing, options), inputs, out)
+
+
+def run_experts(
+    inputs: RoutedInputs, num_experts: int | None, options: Options, out: torch.Tensor
+) -> FusedLayer:
+    """Find the layer for the inputs' sizes and types, and call it; return the layer."""
+    refuse_gradients(inputs, out)
+    return _run(experts_layer(inputs, num_experts, options), inputs, out)
+
+
+def run_batched_experts(inputs: BatchedInputs, options: Options, out: torch.Tensor) -> FusedLayer:
+    """Find the layer for the inputs' sizes and types, and call it; return the layer."""
+    refuse_gradients(inputs, out)
+    layer, inputs = batched_layer(inputs, options)
+    return _run(layer, inputs, out)
+
+
+def _run(layer: FusedLayer, inputs: Inputs, out: torch.Tensor) -> FusedLayer:
+    layer(inputs, out)
+    if not out.is_inference():  # autograd does not see what a kernel writes
+        torch.autograd.graph.increment_version(out)
+    return layer
+
+
+def _is_traced(first: Any, x: Any) -> bool:
+    """Return True if a compiler, a tracer or a mode must see the call as one operator. Two of the
+    arguments tell it. An operator costs 4 us of the host's time.
+
+    Raises:
+        RuntimeError: a transform of torch.func is under way, which would find no derivative and no
+            batch in the layer.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        raise RuntimeError(f"expected no transform of torch.func around it, got {transform.key()}")
+    if type(x) is not torch.Tensor or x.is_meta:
+        alike = isinstance(x, torch.Tensor) and x.is_meta == getattr(first, "is_meta", None)
+        # A DTensor is refused by name: torch knows no sharding of these operators.
+        return alike and not hasattr(x, "device_mesh")
+    return dispatch_modes() > 0 or pre_dispatch_modes() > 0
+
+
+def refuse_gradients(inputs: Inputs, out: torch.Tensor | None) -> None:
+    """Raise a ValueError for a tensor that a derivative is wanted of: there would be none."""
+    forward, backward = forward_ad._current_level >= 0, torch.is_grad_enabled()
+    if not (forward or backward):
+        return
+    for name, argument in zip((*inputs._fields, "out"), (*inputs, out), strict=True):
+        if not hasattr(argument, "requires_grad"):  # no tensor: `isinstance` takes twice the time
+            continue
+        if backward and argument.requires_grad:
+            got = "one with requires_grad"
+        elif forward and forward_ad.unpack_dual(argument).tangent is not None:
+            got = "one with a tangent"
+        else:
+            continue
+        raise ValueError(
+            f"{name}: expected a tensor without derivative, got {got} (the layer has none; "
+            ".detach() it, or call the layer under torch.no_grad())"
+        )
+
+
+# --- layers -------------------------------------------------------------------------------------
+
+
+def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLayer:
+    """Return the layer for the sizes and types of a call of `fused_moe`.
+
+    Raises:
+        ValueError: a size, a type or an option is wrong; the message names it.
+    """
+    logits, bias, x, x_scale, w13, w13_scale, w2, *_ = inputs
+    try:
+        (_, experts), (_, hidden), (local, _, _), (_, _, intermediate) = (
+            logits.shape, x.shape, w13.shape, w2.shape,
+        )  # fmt: skip
+        key = (
+            "deepseek_v3", experts, local, hidden, intermediate, *routing,
+            logits.dtype, None if bias is None else bias.dtype, x.dtype, _is_strided(x_scale),
+            False, w13_scale.dtype, *options,
+        )  # fmt: skip
+    except NO_TENSOR:
+        _refuse_shape((0, "[T, E]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
+        _refuse_type(*MOE_TYPES, of=inputs)
+        raise
+    return _layer_of(key, inputs, MOE_TYPES)
+
+
+def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Options) -> FusedLayer:
+    """Return the layer for the sizes and types of a call of `experts`; errors as `moe_layer`."""
+    ids, _, x, x_scale, w13, w13_scale, w2, _, _, expert_map = inputs
+    try:
+        (_, top_k), (_, hidden), (local, _, _), (_, _, intermediate) = (
+            ids.shape, x.shape, w13.shape, w2.shape,
+        )  # fmt: skip
+        if expert_map is not None:
+            (mapped,) = expert_map.shape
+            if num_experts is not None:
+                check_integer("num_experts", num_experts)
+                if num_experts != mapped:
+                    wanted = f"expected {mapped}, as many as expert_map has"
+                    raise ValueError(f"num_experts={num_experts}: {wanted}")
+            num_experts = mapped
+        key = (
+            "given", local if num_experts is None else num_experts, local, hidden, intermediate,
+            1, 1, top_k, ids.dtype, F32, x.dtype, _is_strided(x_scale), expert_map is not None,
+            w13_scale.dtype, *options,
+        )  # fmt: skip
+    except NO_TENSOR:
+        _refuse_shape((0, "[T, K]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
+        if expert_map is not None:
+            _refuse_shape((9, "[E]"), of=inputs)
+        _refuse_type(*EXPERTS_TYPES, of=inputs)
+        raise
+    return _layer_of(key, inputs, EXPERTS_TYPES)
+
+
+def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, BatchedInputs]:
+    """Return the layer for the sizes and types of a call of `batched_experts`, and the inputs with
+    `expected_m` as an integer; errors as `moe_layer`."""
+    _, expected, x, _, w13, w13_scale, w2, _ = inputs
+    try:
+        (local, rows, hidden), (_, _, _), (_, _, intermediate) = x.shape, w13.shape, w2.shape
+        key = (
+            "batched", local, local, hidden, intermediate, 1, 1, 1, I32, None, x.dtype, False,
+            False, w13_scale.dtype, *options,
+        )  # fmt: skip
+    except NO_TENSOR:
+        _refuse_shape((2, "[L, R, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
+        _refuse_type(*BATCHED_TYPES, of=inputs)
+        raise
+    if expected is None:
+        expected = max(rows, 1)
+    else:
+        check_integer("expected_m", expected)
+        expected = int(expected)
+        if expected < 1:
+            raise ValueError(f"expected_m={expected}: expected a positive integer")
+    return _layer_of(key, inputs, BATCHED_TYPES), inputs._replace(expected_m=expected)
+
+
+NO_TENSOR = (AttributeError, RuntimeError, ValueError)
+"""Exceptions where the shape of no tensor, of other dimensions or of a nested tensor is taken
+apart."""
+WEIGHT_SCALES = (5, F32, E8M0)
+MOE_TYPES = (0, F32, BF16), (1, BF16, F32), (2, FP8, BF16), WEIGHT_SCALES
+EXPERTS_TYPES = (0, I32, I64), (2, FP8, BF16), WEIGHT_SCALES
+BATCHED_TYPES = (2, FP8, BF16), WEIGHT_SCALES
+"""Places of inputs that have one of several types, and the types."""
+
+
+def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...], ...]) -> Any:
+    """Return the layer of the arguments of `_layer`.
+
+    Raises:
+        ValueError: a type or an option is wrong; the message names it.
+    """
+    try:
+        return _layer(*key)
+    except TypeError:  # no kernel takes a type, or an option is not even hashable
+        _refuse_type(*types, of=inputs)
+        return _layer.__wrapped__(*key)
+
+
+@functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
+def _layer(
+    kind: str, num_experts: Any, local: int, hidden: int, intermediate: int,
+    n_group: Any, topk_group: Any, top_k: Any,
+    choice: Any, bias: Any, x: Any, strided: bool, has_map: bool, weight_scale: Any,
+    gate_first: Any, accurate: Any,
+    swiglu_limit: Any, swiglu_alpha: Any, swiglu_beta: Any, ue8m0: Any,
+) -> FusedLayer:  # fmt: skip
+    """Make the layer of these sizes and types."""
+    for name, flag in (("accurate", accurate), ("gate_first", gate_first)):
+        if type(flag) is not bool:
+            raise ValueError(f"{name}: expected True or False, got {flag!r}")
+    legal = {F32, BF16} if kind == "deepseek_v3" else {I32, I64}
+    if choice not in legal or bias not in (None, F32, BF16) or x not in (FP8, BF16):
+        raise TypeError("a type that no kernel takes: the caller names it")
+    if weight_scale not in (F32, E8M0):
+        raise TypeError("a type that no kernel takes: the caller names it")
+    swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
+    shape = MoeShape(
+        num_experts, local, hidden, intermediate, n_group, topk_group, top_k,
+        "deepseek_v3" if kind == "deepseek_v3" else "given", swiglu, ue8m0,
+    )  # fmt: skip
+    is_batched = kind == "batched"
+    form = Form(choice, bias, x, strided, gate_first, has_map, weight_scale, is_batched)
+    layer = BatchedLayer if is_batched else FusedLayer
+    unusual = None if form == Form() else form
+    return layer(shape, 2 if accurate else 1, form=unusual, out_name="out")
+
+
+def _is_strided(x_scale: Any) -> bool:
+    """Return True if scales lie otherwise than `[H/128, T]` does, but can be read.
+
+    So do the scales of one token that are passed transposed: its call needs no other kernel than
+    those of more tokens.
+    """
+    return (
+        isinstance(x_scale, torch.Tensor)
+        and x_scale.layout is torch.strided
+        and x_scale.dim() == 2
+        and x_scale.stride() != (x_scale.shape[1], 1)
+        and has_contiguous_lines(x_scale)
+    )
+
+
+def _refuse_shape(*expected: tuple[int, str], of: Inputs) -> None:
+    """Raise a ValueError for the first input that is no dense tensor of so many dimensions. Another
+    array of as many is left to `_refuse_type`."""
+    for place, dims in expected:
+        tensor: Any = of[place]
+        dense = hasattr(tensor, "ndim") and not getattr(tensor, "is_nested", False)
+        if not dense or tensor.ndim != dims.count(",") + 1:
+            name = of._fields[place]
+            raise ValueError(f"{name}: expected a tensor {dims}, got {described(tensor)}") from None
+
+
+def _refuse_type(*expected: tuple[Any, ...], of: Inputs) -> None:
+    """Raise a ValueError for the first input that is no tensor of one of these types; a bias may be
+    None."""
+    for place, *types in expected:
+        tensor, name = of[place], of._fields[place]
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in types:
+            wanted, got = "dtype", str(tensor.dtype)
+        elif not isinstance(tensor, torch.Tensor) and (place, tensor) != (1, None):
+            wanted, got = "a tensor of", described(tensor)
+        else:
+            continue
+        legal = " or ".join(map(str, types))
+        raise ValueError(f"{name}: expected {wanted} {legal}, got {got}") from None
+
+
+def call_of(
+    function: Callable[..., torch.Tensor], *arguments: Any, **options: Any
+) -> tuple[FusedLayer, Inputs, torch.Tensor]:
+    """Return the layer, the inputs and the output of a call of `fused_moe`, `experts` or
+    `batched_experts`, which is checked and not made.
+
+    Raises:
+        TypeError: the function is another one, or does not take the arguments.
+        ValueError: as the function.
+    """
+    if function not in (fused_moe, experts, batched_experts):
+        raise TypeError(f"expected fused_moe, experts or batched_experts, got {function!r}")
+    bound = inspect.signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    shared = Options._make(named[name] for name in Options._fields)
+    inputs: Inputs
+    if function is fused_moe:
+        inputs = MoeInputs._make(named[name] for name in MoeInputs._fields)
+        routing = Routing._make(named[name] for name in Routing._fields)
+        layer, x = moe_layer(inputs, routing, shared), inputs.hidden_states
+    elif function is experts:
+        inputs = RoutedInputs._make(named[name] for name in RoutedInputs._fields)
+        layer, x = experts_layer(inputs, named["num_experts"], shared), inputs.x
+    else:
+        inputs = BatchedInputs._make(named[name] for name in BatchedInputs._fields)
+        layer, inputs = batched_layer(inputs, shared)
+        x = inputs.x
+    out = named["out"]
+    if out is None:
+        out = torch.empty_like(x, dtype=torch.bfloat16)
+    check_call(inputs, out, layer.shape, layer.form, layer.out_name)
+    return layer, inputs, out
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+# With these schemas and not by `custom_op`, which costs 90 us of the host's time a call.
+NAMESPACE = __package__.replace(".", "_")
+TYPES = {
+    "local_expert_offset": "SymInt", "routed_scaling_factor": "float", "expert_map": "Tensor?",
+    "num_experts": "SymInt?", "expected_m": "SymInt?", "routing_bias": "Tensor?",
+    "hidden_states_scale": "Tensor?", "x_scale": "Tensor?",
+    **dict.fromkeys(Routing._fields, "SymInt"),
+    "gate_first": "bool", "accurate": "bool", "swiglu_limit": "float?", "swiglu_alpha": "float",
+    "swiglu_beta": "float", "ue8m0": "bool", "out": "Tensor(a!)",
+}  # fmt: skip
+"""Types of the operators' parameters; others are `Tensor`."""
+
+
+def _fused_moe_operator(*arguments: Any) -> None:
+    inputs, rest = MoeInputs._make(arguments[:10]), arguments[10:]
+    run_fused_moe(inputs, Routing._make(rest[:3]), Options._make(rest[3:9]), rest[9])
+
+
+def _experts_operator(*arguments: Any) -> None:
+    inputs, num_experts, rest = RoutedInputs._make(arguments[:10]), arguments[10], arguments[11:]
+    run_experts(inputs, num_experts, Options._make(rest[:6]), rest[6])
+
+
+def _batched_operator(*arguments: Any) -> None:
+    inputs, rest = BatchedInputs._make(arguments[:8]), arguments[8:]
+    run_batched_experts(inputs, Options._make(rest[:6]), rest[6])
+
+
+def _register(name: str, inputs: Any, run: Callable[..., None], *more: str) -> Any:
+    """Return the operator, which is there already where the module is reloaded."""
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):
+        parameters = (*inputs._fields, *more, *Options._fields, "out")
+        schema = ", ".join(
+            f"{TYPES.get(parameter, 'Tensor')} {parameter}" for parameter in parameters
+        )
+        operator = f"{NAMESPACE}::{name}"
+        # Strides as in eager code: the compiler pads rows, which the layer refuses. The order of
+        # the strides alone would let it.
+        tags = (torch.Tag.needs_exact_strides,)
+        torch.library.define(operator, f"({schema}) -> ()", tags=tags)
+        torch.library.impl(operator, ("cpu", "cuda"), run)
+        # The output is an argument: there is nothing to say of it.
+        torch.library.register_fake(
+            operator,
+            lambda *given: refuse_gradients(inputs._make(given[: len(inputs._fields)]), given[-1]),
+        )
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+operators = {
+    "fused_moe": _register("fused_moe", MoeInputs, _fused_moe_operator, *Routing._fields),
+    "experts": _register("experts", RoutedInputs, _experts_operator, "num_experts"),
+    "batched_experts": _register("batched_experts", BatchedInputs, _batched_operator),
+}

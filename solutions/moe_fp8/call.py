@@ -1,0 +1,657 @@
+"""A call of the layer: its shape, its tensors, and every check of an argument.
+
+Kernels, host and reference model share what is here. Checks launch nothing and read nothing on a
+GPU.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+
+BLOCK = 128
+"""Width of a scale block: rows have a scale per 128 columns, weights one per 128x128 block."""
+FP8_MAX = 448.0
+"""Largest finite float8_e4m3fn value."""
+MANTISSA = 0x7FFFFF
+"""Bits of a float32 below its exponent."""
+EPSILON = 1e-20
+"""Added to the sum of a token's scores. It keeps the weights finite where the sigmoid of every
+chosen logit underflows to zero."""
+TMA_ROWS = 4
+"""float32 scales of 16 bytes: TMA reads a row of scales from multiples of 16 bytes only."""
+CHUNK_TOKENS = 16384
+"""Tokens that are computed at once: up to 141 KB each (all of its experts local), 2.3 GB."""
+LARGEST_OFFSET = 2**30
+"""Beyond every expert id, and far enough from int32's end to add an expert count to it."""
+
+
+def round_up(value: Any, multiple: int) -> Any:
+    """Return the least multiple that is not below `value`, an `int` or an integer of a kernel."""
+    return (value + (multiple - 1)) // multiple * multiple
+
+
+# --- checks of numbers --------------------------------------------------------------------------
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise a ValueError for what is neither an integer nor a CPU tensor that holds one."""
+    if type(value) is not int:
+        _check_scalar(name, value, Integral, "an integer")
+
+
+def check_real(name: str, value: object) -> None:
+    """Raise a ValueError for what is neither a real number nor a CPU tensor that holds one."""
+    if type(value) is not float:
+        _check_scalar(name, value, Real, "a real number that a float can hold")
+
+
+def _check_scalar(name: str, value: Any, kind: type, expected: str) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(
+                f"{name}: expected {expected} on the host, got a tensor on {value.device} (reading "
+                "it would stall the host until the GPU is idle; pass a python number or a CPU "
+                "tensor)"
+            )
+        fits = not value.is_complex() and value.dtype is not torch.bool and value.numel() == 1
+        if not fits or (kind is Integral and value.is_floating_point()):
+            raise ValueError(
+                f"{name}: expected {expected} or a CPU tensor that holds one, got a {value.dtype} "
+                f"tensor of shape {list(value.shape)}"
+            )
+        return
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not fits or (kind is Real and not fits_float(value)):
+        got = f"{shown(value)} of type {type(value).__name__}"
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def fits_float(value: Any) -> bool:
+    """Return True if a float can hold a real number, infinity included."""
+    try:
+        float(value)
+    except OverflowError:  # a whole number or a fraction beyond all floats
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """Return the value for a message, at most a line of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = "a number too long to be written"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# --- shape --------------------------------------------------------------------------------------
+
+ROUTINGS = ("deepseek_v3", "renormalize", "given")
+"""Ways to choose a token's experts and their weights, see `reference.choose_experts`. With `given`
+the caller has chosen them (`RoutedInputs`)."""
+LARGEST = {
+    "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
+    "num_local_experts": 1024,
+    "hidden_size": 8192,  # block scales of up and gate that a warp of GEMM1 keeps
+    "intermediate_size": 16384,  # block scales that a warp of GEMM2 keeps
+    "top_k": 31,
+}
+"""Largest sizes that the kernels take."""
+LANES = 32
+"""Lanes of the warp that routes a token."""
+LARGEST_SWIGLU = 1e38
+"""Largest number of a `Swiglu`: float32 holds it and its product with log2(e)."""
+
+
+@dataclass(frozen=True)
+class Swiglu:
+    """The activation of an expert: `gate * sigmoid(alpha * gate) * (up + beta)`, with gate at most
+    `limit` and up within `limit` of 0. By default `silu(gate) * up`.
+
+    With a limit it is vLLM's `SiluAndMulWithClamp` and SGLang's `swiglu_limit`; alpha 1.702 and
+    beta 1 are gpt-oss's. A NaN stays one.
+
+    Raises:
+        ValueError: a number is not finite or too large, or the limit is not positive; the message
+            names it.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha", "beta"):
+            value = getattr(self, name)
+            if name == "limit" and value is None:
+                continue
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not number or not fits_float(value) or not math.isfinite(value):
+                raise ValueError(f"swiglu_{name}={shown(value)}: expected a finite number")
+            if abs(value) > LARGEST_SWIGLU:
+                raise ValueError(
+                    f"swiglu_{name}={shown(value)}: expected at most {LARGEST_SWIGLU:g}"
+                )
+            object.__setattr__(self, name, float(value))  # 10 and 10.0 are one kernel's
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"swiglu_limit={self.limit}: expected a positive number, or None")
+
+
+SILU = Swiglu()
+"""`silu(gate) * up`."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Everything about the layer that does not change from call to call.
+
+    Where `topk_group < n_group`, a group has 1, 2, 4, ... times as many experts as one lane of the
+    warp that routes a token.
+
+    Raises:
+        ValueError: a size is not what routing or the block scales need; the message names it.
+    """
+
+    num_experts: int = 256  # of the whole layer, at most 1024
+    num_local_experts: int = 32  # here, at most 1024
+    hidden_size: int = 7168  # of a token, a multiple of 128 up to 8192
+    intermediate_size: int = 2048  # inside an expert, a multiple of 128 up to 16384
+    n_group: int = 8  # groups that the experts are divided into, for the routing
+    topk_group: int = 4  # groups that a token's experts come from
+    top_k: int = 8  # experts of a token, at most 31
+    routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias;
+    # with `given` there are neither, and num_experts only tells how many rows an expert may have
+    swiglu: Swiglu = SILU  # or its numbers, which a packed solution can write as a literal
+    ue8m0: bool = False  # the scales that the layer makes are powers of two, rounded up
+
+    def __post_init__(self) -> None:
+        if isinstance(self.swiglu, tuple):
+            object.__setattr__(self, "swiglu", Swiglu(*self.swiglu))
+        for field in fields(self):
+            size = getattr(self, field.name)
+            whole = isinstance(size, Integral) and not isinstance(size, bool)
+            if field.type is int and not whole:
+                raise ValueError(f"{field.name}={shown(size)}: expected an integer")
+            if whole:  # the compiler knows no numpy integer
+                object.__setattr__(self, field.name, int(size))
+        for name in ("hidden_size", "intermediate_size"):
+            size = getattr(self, name)
+            if size < BLOCK or size % BLOCK:
+                shard = "; moe_fp8.pad_shard widens a rank's part of the experts"
+                raise ValueError(
+                    f"{name}={size}: expected a positive multiple of {BLOCK}"
+                    + (shard if name == "intermediate_size" and size > 0 else "")
+                )
+        if type(self.ue8m0) is not bool:
+            raise ValueError(f"ue8m0={shown(self.ue8m0)}: expected True or False")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing={self.routing!r}: expected one of {ROUTINGS}")
+        if self.routing != "deepseek_v3" and self.n_group != 1:
+            raise ValueError(f"n_group={self.n_group}: expected 1, {self.routing} knows no groups")
+        for name in ("num_experts", "num_local_experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.n_group < 1 or self.num_experts % self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group}: expected a divisor of num_experts={self.num_experts}"
+            )
+        if self.group_size < 2 and self.routing != "given":
+            raise ValueError(
+                f"n_group={self.n_group}: groups of {self.group_size} experts, "
+                "expected at least 2 (a group's score is the sum of its two largest)"
+            )
+        if not 1 <= self.topk_group <= self.n_group:
+            raise ValueError(f"topk_group={self.topk_group}: expected 1..n_group={self.n_group}")
+        # Experts that are given may be given twice.
+        kept = self.topk_group * self.group_size if self.routing != "given" else LARGEST["top_k"]
+        if not 1 <= self.top_k <= kept:
+            raise ValueError(
+                f"top_k={self.top_k}: expected 1..{kept}, "
+                + ("the experts of the kept groups" if self.routing != "given" else "of a token")
+            )
+        for name, largest in LARGEST.items():
+            if getattr(self, name) > largest:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at most {largest}")
+        of_lane = -(-self.num_experts // LANES)
+        lanes = self.group_size / of_lane
+        if self.topk_group < self.n_group and lanes not in (1, 2, 4, 8, 16):
+            raise ValueError(
+                f"n_group={self.n_group}: groups of {self.group_size} experts, expected {of_lane} "
+                f"times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} keeps a part of them"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Experts of one routing group."""
+        return self.num_experts // self.n_group
+
+    @property
+    def has_bias(self) -> bool:
+        return self.routing == "deepseek_v3"
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32 if self.routing == "deepseek_v3" else torch.bfloat16
+
+
+DEEPSEEK_V3 = MoeShape()
+
+
+@dataclass(frozen=True)
+class Form:
+    """Types and layouts of a call's tensors, where the fused layer takes several.
+
+    The defaults are DeepSeek-V3's definition's; the other solutions take no others.
+    """
+
+    choice: torch.dtype = torch.float32  # of the logits; of the ids where those are given
+    bias: torch.dtype | None = torch.bfloat16  # of the bias, or of given weights; None: no bias
+    x: torch.dtype = torch.float8_e4m3fn  # bfloat16 is quantised by the layer, without scales
+    strided_scales: bool = False  # scales of x of any strides; else `[H/128, T]` contiguous
+    gate_first: bool = False  # rows of gate lie above those of up in the weights of GEMM1
+    has_map: bool = False  # of given experts to local ones
+    weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
+    batched: bool = False  # tokens lie by expert, with a count of each: `BatchedInputs`
+
+    @property
+    def has_scales(self) -> bool:
+        return self.x is torch.float8_e4m3fn
+
+    @classmethod
+    @functools.cache
+    def usual(cls, shape: MoeShape) -> "Form":
+        """Return the form of the shape's definition."""
+        if shape.routing == "given":
+            return cls(torch.int32, torch.float32)
+        return cls(shape.logits_dtype, torch.bfloat16 if shape.has_bias else None)
+
+
+def expected_rows(pairs: int, experts: int) -> float:
+    """Return the rows of an expert that has any, of `pairs` among equally popular experts.
+
+    With x rows an expert on average, the share of experts without one is about exp(-x). Real
+    traffic prefers some experts, so that active experts have more: 3.9 where this says 2.7 (T=80).
+    """
+    mean = pairs / experts
+    return mean / -math.expm1(-mean)
+
+
+def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
+    """Return the offset within int32. All offsets past either end mean that no expert is local."""
+    return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+
+class MoeInputs(NamedTuple):
+    """The layer's inputs, in the order of DeepSeek-V3's definition; `Form` has other types."""
+
+    routing_logits: torch.Tensor  # [T, num_experts] float32, or bfloat16: `MoeShape.logits_dtype`
+    routing_bias: torch.Tensor | None  # [num_experts] bfloat16, None where the routing has none
+    hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
+    hidden_states_scale: Any  # [H/128, T] float32; None with bfloat16
+    gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    gemm2_weights: torch.Tensor  # [E, H, I] float8_e4m3fn
+    gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32
+    local_expert_offset: int | torch.Tensor
+    routed_scaling_factor: float | torch.Tensor
+
+
+class RoutedInputs(NamedTuple):
+    """The inputs of the layer after its routing: shape `given`. Places are those of `MoeInputs`."""
+
+    topk_ids: torch.Tensor  # [T, top_k] int32 or int64
+    topk_weights: torch.Tensor  # [T, top_k] float32
+    x: torch.Tensor  # [T, H] float8_e4m3fn or bfloat16
+    x_scale: torch.Tensor | None  # [H/128, T] float32, None where x is bfloat16
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    w2: torch.Tensor  # [E, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+    local_expert_offset: int | torch.Tensor
+    expert_map: torch.Tensor | None  # [any] int32: an id's local expert, or -1
+
+
+class BatchedInputs(NamedTuple):
+    """The inputs of experts whose tokens lie by expert, R places for each: shape `given`. Places
+    are those of `MoeInputs`."""
+
+    num_tokens: torch.Tensor  # [E] int32: tokens of each expert, in the first of its R places
+    expected_m: int | None  # a guess at the tokens of an expert, None until the layer is known
+    x: torch.Tensor  # [E, R, H] float8_e4m3fn or bfloat16
+    x_scale: torch.Tensor | None  # [E, R, H/128] float32 of any strides, None where x is bfloat16
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    w2: torch.Tensor  # [E, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+
+
+Inputs = MoeInputs | RoutedInputs | BatchedInputs
+
+
+class GroupedRows(NamedTuple):
+    """The (token, local expert) pairs as rows: experts ascending, tokens ascending within one.
+
+    P rows are real; only the device knows P (`m_indptr[E]`).
+    """
+
+    # [T*top_k] int32; past P: unspecified. None where nobody asked for it.
+    token_of_row: Any
+    m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
+    # [T, top_k] int32, -1 where the pair's expert is not local. An expert that a token was given
+    # twice has one row of it.
+    pair_row: torch.Tensor
+    weights: torch.Tensor  # [T, top_k] float32
+
+
+def some_tokens(inputs: Any, part: slice) -> Any:
+    """Return the `MoeInputs` or `RoutedInputs` of some tokens."""
+    first, second, x, x_scale, *rest = inputs
+    if isinstance(inputs, RoutedInputs):
+        second = second[part]  # weights, where others have a bias
+    if x_scale is not None:
+        columns = x_scale[:, part]
+        # Contiguous where the whole is, else a view: the same kernels serve the part.
+        x_scale = columns.contiguous() if x_scale.is_contiguous() else columns
+    return inputs._make((first[part], second, x[part], x_scale, *rest))
+
+
+def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield the tokens in as few parts as `CHUNK_TOKENS` allows, with their rows of the output."""
+    tokens = output.shape[0]
+    if tokens <= CHUNK_TOKENS:
+        yield inputs, output
+        return
+    for first in range(0, tokens, CHUNK_TOKENS):
+        part = slice(first, first + CHUNK_TOKENS)
+        yield some_tokens(inputs, part), output[part]
+
+
+# --- the definition's function ------------------------------------------------------------------
+
+
+# fmt: off
+def run_of(
+    moe: Callable[[MoeInputs, torch.Tensor], None], shape: MoeShape = DEEPSEEK_V3
+) -> Callable[..., None]:
+    """Return the function that flashinfer-bench calls: the definition's inputs in order, then the
+    output, which it writes.
+
+    With the routing `renormalize` a definition has neither bias nor offset nor factor.
+    """
+    def run(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, routed_scaling_factor, output,
+    ):
+        moe(MoeInputs(
+            routing_logits, routing_bias, hidden_states, hidden_states_scale,
+            gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+            local_expert_offset, routed_scaling_factor,
+        ), output)
+
+    def run_renormalize(
+        routing_logits, hidden_states, hidden_states_scale,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, output,
+    ):
+        moe(MoeInputs(
+            routing_logits, None, hidden_states, hidden_states_scale,
+            gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, 0, 1.0,
+        ), output)
+
+    return run_renormalize if shape.routing == "renormalize" else run
+# fmt: on
+
+
+# --- checks of a call ---------------------------------------------------------------------------
+
+MAX_BATCHED_ROWS = 2**24
+"""Rows of all experts together, where they lie by expert."""
+MAX_EXPERT_ROWS = 2**22
+"""Rows of one expert: the tile scheduler multiplies two numbers of them, steps and tiles."""
+
+
+def check_call(
+    inputs: Inputs,
+    output: torch.Tensor,
+    shape: MoeShape,
+    form: Form | None = None,
+    out_name: str = "output",
+) -> int:
+    """Check every argument; return the number of tokens T, or of rows R of each expert.
+
+    Without a form the definition's types and layouts are expected. Messages call the output
+    `out_name`.
+
+    Raises:
+        ValueError: names the argument, what was expected and given, and why.
+    """
+    form = form or Form.usual(shape)
+    counted, dim, place = (inputs[2], 3, 1) if form.batched else (inputs[0], 2, 0)
+    known = isinstance(counted, torch.Tensor) and counted.dim() == dim
+    tokens = counted.shape[place] if known else -1
+    signature(shape, tokens, form, out_name).check((*tensors_of(form)(inputs), output))
+    names = inputs._fields
+    if form.bias is None and not form.batched and inputs[1] is not None:
+        got = type(inputs[1]).__name__
+        raise ValueError(f"{names[1]}: expected None with {shape.routing}, got {got}")
+    if not form.has_scales and inputs[3] is not None:
+        got = type(inputs[3]).__name__
+        raise ValueError(f"{names[3]}: expected None with {names[2]} of {form.x}, got {got}")
+    if isinstance(inputs, BatchedInputs):
+        # Beyond these a kernel's integers of 32 bits would not hold what it counts.
+        together = MAX_BATCHED_ROWS // shape.num_local_experts
+        most = min(MAX_EXPERT_ROWS, together, (2**31 - 1) // shape.intermediate_size)
+        if tokens > most:
+            raise ValueError(f"x: expected at most {most} rows of an expert, got {tokens}")
+        return tokens
+    check_integer("local_expert_offset", inputs.local_expert_offset)
+    if isinstance(inputs, MoeInputs):
+        check_real("routed_scaling_factor", inputs.routed_scaling_factor)
+    elif form.has_map and int(inputs.local_expert_offset):
+        raise ValueError(
+            f"local_expert_offset: expected 0 with an expert_map, which has the ids of the first "
+            f"local experts, too, got {int(inputs.local_expert_offset)}"
+        )
+    return tokens
+
+
+def tensors_of(form: Form) -> Callable[[Inputs], tuple[Any, ...]]:
+    """Return a function that takes the tensors out of the inputs, in order."""
+    bias, scale = (1,) * (form.bias is not None), (3,) * form.has_scales
+    places = 0, *bias, 2, *scale, 4, 5, 6, 7, *((9,) * form.has_map)
+    return operator.itemgetter(*places)
+
+
+@functools.lru_cache(maxsize=64)
+def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output") -> "Signature":
+    """Return what is expected of the tensors that `tensors_of` takes, and of the output."""
+    is_given = shape.routing == "given"
+    kind = BatchedInputs if form.batched else RoutedInputs if is_given else MoeInputs
+    names = kind._fields
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
+    scale, size = form.weight_scale, form.weight_scale.itemsize
+    order = "gate rows, then up rows" if form.gate_first else "up rows, then gate rows"
+    block = f"one scale per {BLOCK}x{BLOCK} block"
+    weights = (
+        TensorSpec(names[4], (e, 2 * i, h), fp8, f"{order}, of each expert"),
+        TensorSpec(names[5], (e, 2 * i // BLOCK, h // BLOCK), scale, block, size),
+        TensorSpec(names[6], (e, h, i), fp8, "one down projection per local expert"),
+        TensorSpec(names[7], (e, h // BLOCK, i // BLOCK), scale, block, size),
+    )
+    if form.batched:
+        by_row = TensorSpec(
+            "x_scale", (e, tokens, h // BLOCK), f32, f"one for {BLOCK} hidden columns", 4, True
+        )
+        return Signature(
+            TensorSpec("num_tokens", (e,), i32, "how many of its rows an expert has", 4),
+            TensorSpec("x", (e, tokens, h), form.x, "as many rows of each expert"),
+            *((by_row,) * form.has_scales),
+            *weights,
+            TensorSpec(out_name, (e, tokens, h), torch.bfloat16, "one row per row of x"),
+        )
+    if is_given:
+        pairs, each = (tokens, shape.top_k), f"one for each of the {shape.top_k} experts of a token"
+        specs = [
+            TensorSpec(names[0], pairs, form.choice, each, form.choice.itemsize),
+            TensorSpec(names[1], pairs, f32, each, 4),
+        ]
+    else:
+        logits = (tokens, shape.num_experts)
+        specs = [TensorSpec(names[0], logits, form.choice, "one logit per token and expert")]
+        if form.bias is not None:
+            each = "one value per expert"
+            specs.append(TensorSpec(names[1], (shape.num_experts,), form.bias, each))
+    specs.append(TensorSpec(names[2], (tokens, h), form.x, f"one row per token of {names[0]}"))
+    if form.has_scales:
+        block_major = f"block-major: one row per {BLOCK} hidden columns, one column per token"
+        columns = (h // BLOCK, tokens)
+        specs.append(TensorSpec(names[3], columns, f32, block_major, 4, form.strided_scales))
+    specs.extend(weights)
+    if form.has_map:
+        local = "an id's local expert, or -1"
+        specs.append(TensorSpec("expert_map", (shape.num_experts,), i32, local, 4))
+    written = "one row per token, written in place"
+    return Signature(*specs, TensorSpec(out_name, (tokens, h), torch.bfloat16, written))
+
+
+# --- checks of tensors --------------------------------------------------------------------------
+
+ALIGNMENT = 16
+"""Bytes of the widest load or store, and what TMA asks of a base address."""
+
+
+class TensorSpec(NamedTuple):
+    """What is expected of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # -1: the number of tokens, where that is not known
+    dtype: torch.dtype
+    meaning: str
+    alignment: int = ALIGNMENT  # bytes that its address is a multiple of
+    strided: bool = False  # matrices with contiguous rows or contiguous columns
+
+    @property
+    def extents(self) -> str:
+        return "[" + ", ".join("T" if n == -1 else str(n) for n in self.shape) + "]"
+
+
+class Signature:
+    """The tensors of a call, on one device, contiguous but for `strided` ones. The last one is the
+    output."""
+
+    def __init__(self, *specs: TensorSpec):
+        self.specs = specs
+        self.sizes = tuple(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        # Place, largest indices, bytes of an element.
+        self.strided = tuple(
+            (place, tuple(n - 1 for n in spec.shape), spec.dtype.itemsize)
+            for place, spec in enumerate(specs)
+            if spec.strided
+        )
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Compare the arguments with what is expected.
+
+        Raises:
+            ValueError: names the argument, what was expected and given, and why.
+        """
+        device: Any = getattr(tensors[0], "device", None)  # of no tensor: it is refused first
+        for tensor, spec in zip(tensors, self.specs, strict=True):
+            if wrong := self._wrong(tensor, spec, device):
+                raise ValueError(f"{spec.name}: expected {wrong}")
+        if not self.sizes[-1] or device.type == "meta":
+            return  # there is no memory to share
+        place = self.misplaced(tensors)
+        if place is not None:
+            raise ValueError(
+                f"{self.specs[-1].name}: expected memory of its own, got some of "
+                f"{self.specs[place].name} (it is written while the inputs are read)"
+            )
+
+    def misplaced(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """Return the place of the first tensor that has no address or shares memory with the
+        output, which has elements."""
+        begin = tensors[-1].data_ptr()
+        if not begin:
+            return len(self.sizes) - 1
+        end = begin + self.sizes[-1]
+        for place in range(len(self.sizes) - 1):
+            # The GPU waits for this loop: a tensor without an address takes the output's.
+            if begin - self.sizes[place] < (tensors[place].data_ptr() or begin) < end:
+                return place
+        for place, last, size in self.strided:  # they reach further than they have elements
+            tensor = tensors[place]
+            reach = (sum(map(operator.mul, last, tensor.stride())) + 1) * size
+            # A negated view has a stride of 2 (`z.conj().imag`). Compiled functions take this
+            # stride of strided tensors alone, and `is_neg` costs more than `data_ptr`.
+            if begin - reach < tensor.data_ptr() < end or tensor.is_neg():
+                return place
+        return None
+
+    def _wrong(self, tensor: Any, spec: TensorSpec, device: Any) -> str:
+        """Return what was expected of an argument and what came; empty if it is right."""
+        _, shape, dtype, meaning, alignment, strided = spec
+        if not isinstance(tensor, torch.Tensor):
+            return f"a {dtype} tensor {spec.extents}, got {type(tensor).__name__}"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "of a nested tensor" if tensor.is_nested else tensor.layout
+            return f"a dense (strided) tensor, got layout {layout}"
+        if tensor.dtype is not dtype:
+            return f"dtype {dtype}, got {tensor.dtype} ({meaning})"
+        if tensor.shape != shape:
+            return f"shape {spec.extents}, got {list(tensor.shape)} ({meaning})"
+        if tensor.device != device:
+            all_tensors = f"all tensors must be on the device of {self.specs[0].name}"
+            return f"device {device}, got {tensor.device} ({all_tensors})"
+        address = tensor.data_ptr()
+        if not address and tensor.numel() and device.type != "meta":
+            return (
+                f"memory that a kernel can read, got {type(tensor).__name__} at address 0 (of a "
+                "DTensor pass .to_local(); freed memory and a tracer's tensors have no address)"
+            )
+        if tensor.is_neg():
+            return "values as they lie in memory, got a negated view (call .resolve_neg())"
+        if not tensor.is_contiguous() and not (strided and has_contiguous_lines(tensor)):
+            got = f"got strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+            if strided:
+                return f"a stride of 1 along rows or columns and lines that do not overlap, {got}"
+            return f"a contiguous tensor, {got} (it is addressed by its shape; call .contiguous())"
+        if address % alignment:
+            return (
+                f"an address that is a multiple of {alignment}, got {address:#x} "
+                f"(it moves in {alignment}-byte pieces; .clone() it)"
+            )
+        return ""
+
+
+def has_contiguous_lines(matrices: torch.Tensor) -> bool:
+    """Return True if the rows or the columns of each matrix are contiguous and nothing overlaps: no
+    line begins before another ends, no matrix before another's last line begins."""
+    *outer, rows, columns = matrices.shape
+    *outer_strides, row_stride, column_stride = matrices.stride()
+    lines = (column_stride == 1 and row_stride >= columns) or (
+        row_stride == 1 and column_stride >= rows
+    )
+    last = (rows - 1) * row_stride + (columns - 1) * column_stride
+    matrices_apart = all(
+        n < 2 or stride > last for n, stride in zip(outer, outer_strides, strict=True)
+    )
+    return lines and matrices_apart
+
+
+def described(argument: Any) -> str:
+    """Return what a message says of an argument where another tensor was expected."""
+    if not isinstance(argument, torch.Tensor):
+        return type(argument).__name__
+    shape = "nested" if argument.is_nested else list(argument.shape)
+    return f"{argument.dtype} {shape} on {argument.device}"

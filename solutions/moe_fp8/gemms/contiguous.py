@@ -1,0 +1,41 @@
+"""The layer's grouped GEMM alone, on flat rows: `[rows, K]` with the boundaries on the device.
+
+What: the kernel of flat's two GEMMs. It reads the boundaries `m_indptr` on the device; a tile that
+reaches past an expert's end stores only its own rows, so nothing is padded, and the host knows no
+more than the number of rows. Where that is no multiple of 4, the scales are copied once: TMA reads
+their rows from multiples of 16 bytes only.
+
+Why: a library that wants every expert's rows at multiples of a tile makes its caller copy them
+there and back, and compute the padding.
+
+Expected gain over such a library: the copies, and with few rows of an expert the padding.
+"""
+
+import torch
+
+from ..call import expected_rows
+from ..kernels import architectures
+from ..ladder import steps
+from .checks import validate_contiguous
+
+SOLUTION = {
+    "name": "cutedsl_gemm_fp8_flat",
+    "rows": "contiguous",
+}
+
+
+@torch.inference_mode()
+def run(a, a_scale, b, b_scale, m_indptr, out):
+    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled, for the rows of every expert.
+
+    Raises:
+        ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
+        RuntimeError: the stream is being captured and no call with as many rows came before.
+    """
+    validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
+    device, rows, (experts, n, k) = out.device, out.shape[0], b.shape
+    architectures.has_kernels(device)  # raises for an unsupported GPU
+    if rows:
+        config = architectures.of_device(device).choose(expected_rows(rows, experts), n, k)
+        with architectures.on_device(device):
+            steps.grouped_gemm(a, a_scale, b, b_scale, out, steps.flat_rows(m_indptr), config)

@@ -1,1 +1,0 @@
-"""The layer inside serving engines: plugins that they load, off unless they are asked for."""

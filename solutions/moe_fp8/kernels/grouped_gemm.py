@@ -1,0 +1,30 @@
+"""The grouped GEMM alone, without the rest of the layer."""
+
+from typing import Any
+
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+
+from ..call import BLOCK, TMA_ROWS
+from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
+from .configs import GemmConfigSm90
+from .gemm_sm90 import GemmSm90
+from .gemm_sm100 import GemmSm100
+
+
+@CompiledOnce
+def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
+    """Compile the GEMM alone. A ValueError says that there is none for the shape."""
+    rows, blocks = Extent("rows"), k // BLOCK
+    scale_stride = Extent("scale stride", TMA_ROWS)  # TMA: strides of 16 bytes
+    arguments = (
+        Tensor(Float8E4M3FN, (rows, k)),
+        Tensor(Float32, (blocks, rows), strides=(scale_stride, 1)),
+        Tensor(Float8E4M3FN, (experts, n, k)),
+        Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
+        Tensor(BFloat16, (rows, n)),
+        Tensor(Int32, (2, experts), align=4, strides=(Extent("boundary stride"), 1)),
+        Tensor(Int32, (Extent("counters"),), align=4),
+        Scalar(Int32),
+    )
+    gemm = GemmSm90 if isinstance(config, GemmConfigSm90) else GemmSm100
+    return compiled(gemm, (config, n, k, experts), arguments, target)

@@ -1,0 +1,1 @@
+"""The generations of the layer, a file each, and `steps`, the single kernels that they call."""

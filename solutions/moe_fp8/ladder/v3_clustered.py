@@ -1,0 +1,97 @@
+"""v3, clustered: TMA multicast, a tile shape for every problem, padding to the tile only.
+
+New, a cluster: two CTAs that need the same operand tile each load half of it, and TMA writes each
+half into the shared memory of both (multicast). With `cluster_n=2` the CTAs compute neighbouring
+columns and share the tokens' tile, with `cluster_m=2` neighbouring rows and share the weights'. It
+halves that operand's traffic from L2. Each CTA then frees a stage for both
+(`kernels/gemm_load.py`).
+
+New, the config: tile, cluster and pipeline depth follow from the rows that the experts really have
+(`kernels/heuristic_sm90.py:choose`): tiles of 8 rows for a few tokens, of 192 for a prefill. The
+host waits for the routing once and picks.
+
+New, the rows: experts are padded to the height of that tile. A kernel copies tokens straight to
+their padded rows, and the combine reads them there, so nothing else is padded or unpadded.
+
+Why: in v2 every expert reserves as many rows as the fullest one, rounded up to 128, so one row
+costs a whole tile, and four copies only move rows between two orders. One tile shape fits neither
+three rows an expert nor five hundred.
+
+Gain over v2: 1.00 -> 0.83 ms a call, 0.54 -> 0.48 of it on the GPU (mean of 19 workloads, H100,
+2026-11-27).
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from math import lcm
+from typing import Any
+
+import torch
+
+from ..call import MoeInputs, MoeShape, round_up, run_of
+from ..kernels import architectures
+from . import steps
+
+SOLUTION = {"name": "cutedsl_moe_fp8_v3"}
+
+
+def counted_configs(
+    counts: list[int], shape: MoeShape, choose: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Return both GEMMs' configs by the rows of each expert, of which there are some."""
+    active = [count for count in counts if count]
+    known = {"even": len(set(active)) == 1, "experts": len(active)}
+    rows = sum(active) / len(active)
+    h, i = shape.hidden_size, shape.intermediate_size
+    return choose(rows, 2 * i, h, **known), choose(rows, h, i, **known)
+
+
+@steps.layer
+def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
+    """Write the layer's output; `reference` says what each step computes."""
+    x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
+
+    # 1. Route.
+    rows = steps.route(inputs, shape, with_tokens=False)
+    # The expert of each pair. Row -1 (no local expert) finds expert 0, which is never shifted: it
+    # stays -1. Launched before the wait, because the host has nothing better to do then.
+    expert = torch.searchsorted(rows.m_indptr[1:], rows.pair_row, right=True)
+    m_indptr = rows.m_indptr.tolist()  # the one wait of a call
+    counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
+    if not m_indptr[-1]:  # no token has an expert here
+        output.zero_()
+        return
+
+    # 2. Choose the configs for these rows.
+    choose = architectures.of_device(output.device).choose
+    config1, config2 = counted_configs(counts, shape, choose)
+
+    # 3. Let every expert start at a multiple of both tiles' height. The host computes where, a few
+    # dozen numbers, and sends them in one copy.
+    tile = lcm(config1.tile_m, config2.tile_m)
+    *starts, num_rows = accumulate((round_up(count, tile) for count in counts), initial=0)
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    shifts = [start - flat for start, flat in zip(starts, m_indptr, strict=False)]
+    on_host = torch.tensor([*starts, *ends, *shifts, num_rows], dtype=torch.int32)
+    table = on_host.to(rows.m_indptr.device, non_blocking=True)  # its last element: rows in use
+    expert_rows, shift = table[: 2 * len(counts)].view(2, -1), table[2 * len(counts) : -1]
+    pair_row = shift.take(expert).add_(rows.pair_row)
+
+    # 4. Permute: copy each token to its rows.
+    a, a_scale, g, q, q_scale, o = steps.workspace(output, num_rows, shape)
+    steps.permute(x, x_scale, pair_row, a, a_scale)
+
+    # 5. GEMM1.
+    w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
+    steps.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, config1)
+
+    # 6. SwiGLU, quantise; padding rows, too.
+    steps.swiglu_quant(g, q, q_scale, table, shape.swiglu, shape.ue8m0)
+
+    # 7. GEMM2, combine.
+    w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+    steps.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, config2)
+    steps.combine(o, pair_row, rows.weights, output)
+
+
+run = run_of(moe)

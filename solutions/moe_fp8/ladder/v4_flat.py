@@ -1,0 +1,86 @@
+"""v4, flat rows: no padding, and no wait of the host. `cutedsl_moe_fp8_flat`.
+
+New, the rows: those of all experts follow each other without a gap. The GEMM reads the boundaries
+`m_indptr` on the device. A tile that reaches past an expert's last row stores only its own rows.
+
+New, the host: buffers are sized by the most rows that T tokens can have, grids are persistent, and
+configs follow from T (`flat_configs`). So the host needs no answer from the GPU, and a CUDA graph
+that captured a call serves any routing of T tokens.
+
+Why: v3's host waits for the routing to know how many rows to pad to. Until the answer is there it
+launches nothing, and then the GPU waits for it.
+
+Gain over v3: 0.83 -> 0.66 ms a call, 0.48 -> 0.42 of it on the GPU (mean of 19 workloads, H100,
+2026-11-27).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..call import (
+    DEEPSEEK_V3,
+    TMA_ROWS,
+    MoeInputs,
+    MoeShape,
+    expected_rows,
+    round_up,
+    run_of,
+)
+from ..kernels import architectures
+from . import steps
+
+SOLUTION = {
+    "name": "cutedsl_moe_fp8_flat",
+    "routings": ["deepseek_v3", "renormalize"],
+    "clamps": True,
+}
+
+
+def flat_configs(tokens: int, shape: MoeShape, choose: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return both GEMMs' configs by what the host knows: the number of tokens, at least one."""
+    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
+    h, i = shape.hidden_size, shape.intermediate_size
+    return choose(rows, 2 * i, h), choose(rows, h, i)
+
+
+@steps.layer
+def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
+    """Write the layer's output; `reference` says what each step computes."""
+    x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
+    tokens = output.shape[0]
+
+    # 1. Everything that follows from T.
+    choose = architectures.of_device(output.device).choose
+    config1, config2 = flat_configs(tokens, shape, choose)
+    num_rows = round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
+    a, a_scale, g, q, q_scale, o = steps.workspace(output, num_rows, shape)
+
+    # 2. Route.
+    rows = steps.route(inputs, shape, with_tokens=False)
+    expert_rows = steps.flat_rows(rows.m_indptr)
+
+    # 3. Permute: copy each token to its rows.
+    steps.permute(x, x_scale, rows.pair_row, a, a_scale)
+
+    # 4. GEMM1.
+    w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
+    steps.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, config1)
+
+    # 5. SwiGLU, quantise.
+    steps.swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu, shape.ue8m0)
+
+    # 6. GEMM2, combine.
+    w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
+    steps.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, config2)
+    steps.combine(o, rows.pair_row, rows.weights, output)
+
+
+def layer_at(shape: MoeShape) -> Callable[[MoeInputs, torch.Tensor], None]:
+    """Return the layer of a shape: other definitions have other sizes."""
+    return partial(moe, shape=shape)
+
+
+run = run_of(layer_at(DEEPSEEK_V3))

@@ -1,0 +1,267 @@
+"""The fused layer on the host: choose the configs, compile or load, allocate, launch.
+
+A call of `FusedLayer` finds the compiled function for its number of tokens and calls it. The first
+call of a number of tokens checks every argument and makes that function ready. Later calls check
+only what the compiled function does not check itself.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from . import reference
+from .call import (
+    DEEPSEEK_V3,
+    BatchedInputs,
+    Form,
+    Inputs,
+    MoeInputs,
+    MoeShape,
+    Signature,
+    bounded_offset,
+    check_call,
+    chunks,
+    signature,
+    tensors_of,
+)
+from .kernels import architectures
+
+Call = Callable[[Any, torch.Tensor], None]
+"""The whole layer for one number of tokens: it reads the inputs and writes the output."""
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The MoE layer whose kernels one compiled function launches (`kernels.fused`).
+
+    The host knows the number of tokens only and waits for nothing: a call can be captured in a CUDA
+    graph that serves any routing of as many tokens.
+    """
+
+    shape: MoeShape = DEEPSEEK_V3
+    terms: int = 1  # FP8 values that an element of the intermediate is the sum of, 1 or 2
+    # Make both GEMMs' configs from T, the shape and the terms; None takes the architecture's.
+    configs: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
+    form: Form | None = None  # of the tensors, None: the definition's
+    out_name: str = field(default="output", compare=False)  # in messages
+    # The calls that were made ready, by `key`.
+    calls: dict[tuple[int, ...], tuple[Call, Signature]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # By GPU: up to this many tokens all kernels are loaded (`serving.prepare`).
+    prepared: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __call__(self, inputs: Inputs, output: torch.Tensor) -> None:
+        """Write the layer's output; inputs as in the definition, or `RoutedInputs` with a shape
+        whose routing is `given`.
+
+        Works on the current stream of the tensors' device, whichever device is the current one.
+
+        Raises:
+            ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
+            RuntimeError: the stream is being captured and no call with as many tokens came before.
+        """
+        call = self.ready_call(inputs, output)
+        if call is None:
+            return self._checked_call(inputs, output)
+        try:
+            call(inputs, output)
+        except Exception:
+            # The compiled function has refused an argument. Say which.
+            check_call(inputs, output, self.shape, self.form, self.out_name)
+            raise
+
+    def ready_call(self, inputs: Any, output: torch.Tensor) -> Call | None:
+        """Return the cached call if the properties that the compiled function does not check are
+        as expected: scalar types, device, addresses."""
+        try:
+            call, expected = self.calls[self.key(inputs, output)]
+            tensors = (*self.tensors_of(inputs), output)
+            usual = (
+                _has_usual_scalars(inputs, output)
+                and (_one_gpu() or _all_on(output.get_device(), tensors))
+                and expected.misplaced(tensors) is None
+            )
+            return call if usual else None
+        except (AttributeError, IndexError, KeyError, RuntimeError):
+            return None  # not even dense tensors, or the first call
+
+    @torch.inference_mode()
+    def _checked_call(self, inputs: Any, output: torch.Tensor) -> None:
+        tokens = check_call(inputs, output, self.shape, self.form, self.out_name)
+        architectures.has_kernels(output.device)  # raises for an unsupported GPU
+        if tokens:
+            with architectures.on_device(output.device):
+                for part, part_output in chunks(inputs, output):
+                    self._launch(part, part_output)
+
+    def _launch(self, inputs: Inputs, output: torch.Tensor) -> None:
+        """Compute at least one and at most `CHUNK_TOKENS` tokens."""
+        device, key = output.device, self.key(inputs, output)
+        call, _ = self.calls.get(key, (None, None))
+        if call is None:
+            tokens, configs = key[1], self.chosen(key[-1], device)
+            call = make_call(tokens, device, self.shape, self.terms, configs, self.usual_form)
+            if output.is_cuda:  # the reference model's call checks nothing
+                expected = signature(self.shape, tokens, self.usual_form, self.out_name)
+                self.calls[key] = call, expected
+        call(inputs, output)
+
+    def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
+        """Return the GPU, the number that memory follows from, and, last, the one for configs."""
+        return output.get_device(), output.shape[0]
+
+    def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
+        """Return the configs of both GEMMs for the last number of a `key`."""
+        choose = self.configs or self.architecture(device).choose_layer
+        return choose(tokens, self.shape, self.terms)
+
+    def architecture(self, device: torch.device) -> architectures.Architecture:
+        """Return the architecture whose rules choose the configs."""
+        return architectures.of_device(device)
+
+    @functools.cached_property
+    def usual_form(self) -> Form:
+        return self.form or Form.usual(self.shape)
+
+    @functools.cached_property
+    def tensors_of(self) -> Callable[[Any], tuple[Any, ...]]:
+        return tensors_of(self.usual_form)
+
+
+@dataclass(frozen=True)
+class BatchedLayer(FusedLayer):
+    """The experts of tokens that lie by expert; the form is `batched`, the routing `given`.
+
+    R rows of each expert take the place of T tokens. The configs follow from the caller's guess at
+    the rows of an expert, rounded up to a power of two, so that few kernels serve all guesses.
+    """
+
+    def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
+        rows = output.shape[1]
+        return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
+
+    def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
+        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, device)
+
+    def architecture(self, device: torch.device) -> architectures.Architecture:
+        """Return an architecture that does not gather: the rows lie by expert."""
+        usual = super().architecture(device)
+        return replace(usual, layer=usual.layer._replace(gathered=0))
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _one_gpu() -> bool:
+    """Return True if there is no other GPU that a tensor could be on, or that could be current."""
+    return torch.cuda.device_count() == 1
+
+
+def _has_usual_scalars(inputs: Inputs, output: torch.Tensor) -> bool:
+    """Return True if the properties that compiled code assumes hold: scalar types, and contiguous
+    batches."""
+    if isinstance(inputs, BatchedInputs):
+        return inputs.x.is_contiguous() and output.is_contiguous()
+    if type(inputs.local_expert_offset) is not int:
+        return False
+    if isinstance(inputs, MoeInputs):
+        return type(inputs.routed_scaling_factor) is float
+    return inputs.expert_map is None or bool(inputs.local_expert_offset == 0)
+
+
+def _all_on(gpu: int, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Return True if the tensors are on this GPU and it is the current one."""
+    return gpu == torch.cuda.current_device() and all(x.get_device() == gpu for x in tensors)
+
+
+# --- compiled calls -----------------------------------------------------------------------------
+
+
+def make_call(
+    tokens: int, device: torch.device, shape: MoeShape, terms=1, configs=None, form=None
+) -> Call:
+    """Return the whole layer for `tokens` tokens, at least one; of a batched form for as many rows
+    of every expert. On the CPU it is the reference model.
+
+    Without `configs` the architecture's are taken, without a form the definition's.
+    """
+    form = form or Form.usual(shape)
+    if not architectures.has_kernels(device):
+        run = reference.batched if form.batched else reference.fused
+        return lambda inputs, output: run(inputs, output, shape, terms, form.gate_first)
+    from .kernels import fused  # imports the compiler, which the CPU does without
+
+    configs = configs or architectures.of_device(device).choose_layer(tokens, shape, terms)
+    function = fused.compile_fused(*fused_geometry(device, shape, configs, form))
+    gpu, exponents = device.index, form.weight_scale is torch.float8_e8m0fnu
+    if form.batched:
+        size = fused.batched_workspace_bytes(shape, terms, tokens, not form.has_scales)
+
+        def batched_call(inputs: Any, output: torch.Tensor) -> None:
+            num_tokens, _, x, x_scale, w13, w13_scale, w2, w2_scale = inputs
+            if exponents:
+                w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
+            workspace = allocate(size, gpu)
+            try:
+                function(x, x_scale, num_tokens, w13, w13_scale, w2, w2_scale, output, workspace)
+            finally:
+                free(workspace)
+
+        return batched_call
+    quantised = not form.has_scales and configs[0].gathers_rows
+    size = fused.workspace_bytes(shape, terms, tokens, quantised)
+    local, is_given = shape.num_local_experts, shape.routing == "given"
+
+    def call(inputs: Any, output: torch.Tensor) -> None:
+        logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
+        if exponents:
+            w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
+        workspace = allocate(size, gpu)
+        try:
+            function(
+                logits, bias, bounded_offset(int(offset), local), last if is_given else float(last),
+                x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
+            )  # fmt: skip
+        finally:
+            free(workspace)
+
+    return call
+
+
+def fused_geometry(device: torch.device, shape: MoeShape, configs: Any, form: Form) -> tuple:
+    """Return the parameters of `kernels.fused.compile_fused` for a GPU."""
+    target = architectures.of_device(device).target
+    return shape, *configs, architectures.num_sms(device), target, form
+
+
+def bytes_of(exponents: torch.Tensor) -> torch.Tensor:
+    """Return e8m0 scales as the compiled function takes them.
+
+    Raises:
+        TypeError: they are of another type.
+    """
+    if exponents.dtype is not torch.float8_e8m0fnu:
+        raise TypeError(f"expected scales of float8_e8m0fnu, got {exponents.dtype}")
+    return exponents.view(torch.uint8)
+
+
+def allocate(size: int, gpu: int) -> int:
+    """Return the address of `size` bytes: a tensor costs the host several times as much.
+
+    They belong to the current stream as a tensor's would, in a stream capture to the graph. They
+    may be freed as soon as the last kernel that uses them is launched. `caching_allocator_alloc`
+    takes twice the time: it checks its arguments and sets the device first.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(gpu)
+    return torch._C._cuda_cudaCachingAllocator_raw_alloc(size, stream)
+
+
+free = torch.cuda.caching_allocator_delete
+"""Give the bytes at an address of `allocate` back."""

@@ -1,1 +1,0 @@
-"""The layer on the host: checks, reference model, rows, and the calls that make it up."""

@@ -1,0 +1,1 @@
+"""The layer in serving: plugins for engines, expert parallelism, kernels compiled ahead."""

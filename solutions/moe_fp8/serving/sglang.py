@@ -1,0 +1,350 @@
+"""A plugin of SGLang (0.5.19 to 0.5.23): its FP8 experts with 128 x 128 blocks by the fused layer.
+
+Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG` is `1`, or
+`accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer that SGLang
+would run by Triton or DeepGEMM gets a runner of ours, where tokens are not exchanged between ranks
+or by DeepEP; for one that is not served SGLang's own stays, and the log says why. So it does for
+every layer of an SGLang that lacks what the plugin needs. Weights are used as loaded.
+"""
+
+import functools
+import logging
+import pkgutil
+import weakref
+from typing import Any
+
+import torch
+
+from ..api import batched_experts, experts
+from .prepare import prepare
+from .served import (
+    BLOCK_SHAPE,
+    SGLANG,
+    accurate,
+    asked_for,
+    described,
+    in_words,
+    lacking,
+    why_not_here,
+    why_off,
+    why_refused,
+)
+
+TRIED = "0.5.19 to 0.5.23"
+BACKEND = "moe_fp8"
+MOE = "sglang.srt.layers.moe"
+METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
+DISPATCHER = f"{MOE}.token_dispatcher"
+SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
+"""The fields that tokens sent by DeepEP begin with."""
+NEEDED = {
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type",
+    "sglang.srt.plugins.hook_registry:HookType.AROUND": "",
+    f"{MOE}.moe_runner:MoeRunner": "runner_backend config",
+    f"{MOE}.moe_runner:MoeRunner.run": "self dispatch_output quant_info",
+    f"{MOE}.moe_runner:MoeRunnerConfig": "* routed_scaling_factor num_experts",
+    f"{MOE}.moe_runner:register_moe_runner_core": "backend_name factory",
+    f"{MOE}.moe_runner.base:DispatchMoeRunnerCore": "config",
+    f"{MOE}.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch": (
+        "self dispatch_output quant_info runner_config hooks"
+    ),
+    f"{MOE}.moe_runner.triton:TritonMoeQuantInfo": "* w13_weight w13_scale w2_weight w2_scale",
+    f"{MOE}.topk:StandardTopKOutput": "topk_weights topk_ids router_logits",
+    f"{MOE}.utils:RegisteredMoeRunnerBackend": "value",
+    f"{MOE}.utils:resolve_moe_runner_backend": "backend",
+    f"{DISPATCHER}.base:DispatchOutputFormat.STANDARD": "",
+    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_NORMAL": "",
+    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_LL": "",
+    f"{DISPATCHER}.standard:StandardDispatchOutput": "* hidden_states topk_output",
+    f"{DISPATCHER}.standard:StandardCombineInput": "hidden_states",
+    f"{DISPATCHER}.deepep:DeepEPNormalDispatchOutput": f"{SENT} num_recv_tokens_per_expert",
+    f"{DISPATCHER}.deepep:DeepEPNormalCombineInput": "hidden_states topk_ids topk_weights",
+    f"{DISPATCHER}.deepep:DeepEPLLDispatchOutput": f"{SENT} masked_m expected_m",
+    f"{DISPATCHER}.deepep:DeepEPLLCombineInput": "hidden_states topk_ids topk_weights",
+    f"{METHOD}.create_moe_runner": "self layer moe_runner_config",
+    f"{METHOD}.process_weights_after_loading": "self layer",
+    f"{METHOD}.apply": "self layer dispatch_output",
+    f"{METHOD}.get_triton_quant_info": "self layer",
+}
+"""The names of SGLang that are used to register, and after a layer was chosen (`lacking`)."""
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Hook ours into SGLang, which calls this once in each of its processes, before it builds a
+    model."""
+    if asked_for(SGLANG) and (why := why_off("sglang", TRIED, attach)):
+        say(logging.WARNING, why)
+
+
+def attach() -> list[str]:
+    """Return what SGLang lacks; where it has all, register the runner and the hooks."""
+    if lacks := lacking(NEEDED):
+        return lacks
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig, register_moe_runner_core
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    runner_core(MoeRunnerConfig())  # raises where its base asks for more
+    register_moe_runner_core(BACKEND, runner_core)
+    for hook in (create_moe_runner, process_weights_after_loading, apply):
+        target = f"{METHOD.replace(':', '.')}.{hook.__name__}"
+        HookRegistry.register(target, hook, HookType.AROUND)
+    return []
+
+
+@functools.cache  # a line a geometry, not one a layer
+def say(level: int, text: str) -> None:
+    logger.log(level, text)
+
+
+def runner_core(config: Any) -> Any:
+    """The core that SGLang's `MoeRunner` runs."""
+    from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    class Core(DispatchMoeRunnerCore):
+        def __init__(self, config):
+            super().__init__(config)
+            self.prepared: set[Any] = set()
+            self.formats = {
+                name: (run, pkgutil.resolve_name(f"{DISPATCHER}.{combined}"))
+                for name, (run, combined) in OF_FORMAT.items()
+            }
+
+        @property
+        def runner_backend(self) -> Any:
+            return resolve_moe_runner_backend(BACKEND)
+
+        def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None):
+            info = quant_info
+            weights = info.w13_weight, info.w13_scale, info.w2_weight, info.w2_scale
+            run, combined = self.formats[dispatch_output.format.value]
+            return run(dispatch_output, weights, runner_config, self.prepared, combined)
+
+    return Core(config)
+
+
+def of_standard(
+    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+) -> Any:
+    """Run the experts on a rank's own tokens."""
+    weights, ids, *_ = dispatched.topk_output
+    # A model's own routing may give other types; those that are prepared are these.
+    weights, ids = weights.float(), ids.to(torch.int32)
+    if config.routed_scaling_factor not in (None, 1.0):
+        weights = weights * config.routed_scaling_factor
+    call = ids.contiguous(), weights.contiguous(), dispatched.hidden_states, *expert_weights
+    return combined(hidden_states=experts(*call, **options_of_experts(config)))
+
+
+def of_deepep(
+    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+) -> Any:
+    """Run the experts on tokens that other ranks have sent by DeepEP, which adds the ranks' parts.
+
+    The factor of the routing is the model's to apply, here and below.
+    """
+    x, scale, ids, weights, *_ = dispatched
+    call = ids.contiguous(), weights.contiguous(), x, *expert_weights
+    options = options_of_experts(config) | {"x_scale": None if scale is None else scale.t()}
+    out = run_prepared(prepared, experts, call, options)
+    return combined(out, ids, weights)
+
+
+def of_low_latency(
+    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+) -> Any:
+    """Run the experts on tokens that DeepEP has brought to them, and whose outputs it weights."""
+    x, scale, ids, weights, counts, expected_m, *_ = dispatched
+    options = {"x_scale": scale, "expected_m": max(1, expected_m), **options_of(config)}
+    out = run_prepared(prepared, batched_experts, (x, counts, *expert_weights), options)
+    return combined(out, ids, weights)
+
+
+OF_FORMAT = {
+    "standard": (of_standard, "standard:StandardCombineInput"),
+    "deepep_normal": (of_deepep, "deepep:DeepEPNormalCombineInput"),
+    "deepep_ll": (of_low_latency, "deepep:DeepEPLLCombineInput"),
+}
+"""The functions, and what SGLang takes back, by the format in which it hands tokens over."""
+
+
+def run_prepared(
+    prepared: set[Any], function: Any, call: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> torch.Tensor:
+    """Make a call, and before the first one that has tokens make the kernels of all. SGLang makes
+    one call that is not captured before those that are."""
+    if function not in prepared and all(tensor.numel() for tensor in call):
+        prepare(function, *call, **options)
+        prepared.add(function)
+    return function(*call, **options)
+
+
+def is_lora_enabled() -> bool:
+    """True if SGLang will give layers adapters, which it does after it has made their runners."""
+    from sglang.srt.runtime_context import get_lora
+
+    try:
+        return bool(get_lora().enable_lora or get_lora().lora_paths)
+    except ValueError:  # there is no server
+        return False
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    return {"accurate": accurate(SGLANG), **activation_of(config)}
+
+
+def options_of_experts(config: Any) -> dict[str, Any]:
+    """The ids are local ones, or -1."""
+    return {"num_experts": config.num_experts, **options_of(config)}
+
+
+postponed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""SGLang's methods whose weights are not FP8 before they are loaded, with their layers' configs."""
+
+
+def create_moe_runner(
+    original: Any, method: Any, layer: Any, moe_runner_config: Any, *more: Any, **named: Any
+) -> Any:
+    """Around `Fp8MoEMethod.create_moe_runner`, whose parameters have these names, as below: choose
+    the runner, or postpone the choice."""
+    made = original(method, layer, moe_runner_config, *more, **named)
+    choose(method, layer, moe_runner_config, loaded=False)
+    return made
+
+
+def process_weights_after_loading(
+    original: Any, method: Any, layer: Any, *more: Any, **named: Any
+) -> Any:
+    """Around the method of this name, which may convert weights: FP4 to FP8, for example."""
+    done = original(method, layer, *more, **named)
+    if (config := postponed.pop(method, None)) is not None:
+        choose(method, layer, config, loaded=True)
+    return done
+
+
+def choose(method: Any, layer: Any, config: Any, loaded: bool) -> None:
+    """Give a layer that is served another runner, and say so."""
+    layers = "a layer"
+    try:
+        if not loaded and layer.w13_weight.dtype is not torch.float8_e4m3fn:
+            postponed[method] = config
+            return
+        layers = described(*sizes(layer, config))
+        if not (why := why_not(method, layer, config)):
+            change_runner(method, layer, config)
+    except Exception as error:  # a changed SGLang's or ours: SGLang starts, and its log names it
+        why = in_words(error)
+    if why:
+        say(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
+    else:
+        say(logging.INFO, f"moe_fp8 serves {layers}")
+
+
+def change_runner(method: Any, layer: Any, config: Any) -> None:
+    from sglang.srt.layers.moe.moe_runner import MoeRunner
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
+
+    runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
+    if layer.w13_weight.is_cuda and get_moe_a2a_backend().is_none():
+        prepare(experts, *one_token(layer, config), **options_of_experts(config))
+    method.runner = runner
+
+
+def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a call with one token, as SGLang will have them."""
+    new, hidden = layer.w13_weight.new_empty, layer.w13_weight.shape[2]
+    return (
+        new((1, config.top_k), dtype=torch.int32),
+        new((1, config.top_k), dtype=torch.float32),
+        new((1, hidden), dtype=torch.bfloat16),
+        layer.w13_weight, layer.w13_weight_scale_inv,
+        layer.w2_weight, layer.w2_weight_scale_inv,
+    )  # fmt: skip
+
+
+def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
+    """Experts, those here, hidden size, intermediate size, experts of a token."""
+    local, _, hidden = layer.w13_weight.shape
+    number = max(config.num_experts or local, local)
+    return number, local, hidden, layer.w2_weight.shape[2], config.top_k
+
+
+def apply(
+    original: Any, method: Any, layer: Any, dispatch_output: Any, *more: Any, **named: Any
+) -> Any:
+    """Around `Fp8MoEMethod.apply`, which knows no runner but SGLang's own."""
+    runner = getattr(method, "runner", None)
+    if runner is None or runner.runner_backend.value != BACKEND:
+        return original(method, layer, dispatch_output, *more, **named)
+    return runner.run(dispatch_output, method.get_triton_quant_info(layer))
+
+
+def why_not(method: Any, layer: Any, config: Any) -> str:
+    """Return what of a layer is not served, empty if it is."""
+    from sglang.srt.layers.moe.utils import (
+        get_moe_a2a_backend,
+        get_moe_runner_backend,
+        is_sbo_enabled,
+    )
+
+    if here := why_not_here():
+        return here
+    backend, runner = get_moe_runner_backend(), getattr(method, "runner", None)
+    if not (backend.is_auto() or backend.is_triton()):
+        return f"--moe-runner-backend {backend.value} is asked for"
+    if runner is None or not (
+        runner.runner_backend.is_triton() or runner.runner_backend.is_deep_gemm()
+    ):
+        return "SGLang runs it otherwise than by Triton or DeepGEMM"
+    exchange = get_moe_a2a_backend()
+    if not (exchange.is_none() or exchange.is_deepep()):
+        return f"tokens are exchanged between ranks by {exchange.value}"
+    if exchange.is_deepep() and is_sbo_enabled():
+        return "a combine that begins before the experts' end (--enable-single-batch-overlap)"
+    if runner.lora_enabled or is_lora_enabled():
+        return "LoRA"
+    block_shape = method.quant_config.weight_block_size
+    if not method.block_quant or list(block_shape) != BLOCK_SHAPE:
+        return f"weights with a scale for {block_shape}"
+    if layer.w13_weight.dtype is not torch.float8_e4m3fn:
+        return f"weights of {layer.w13_weight.dtype}"
+    scale = getattr(layer, "w13_weight_scale_inv", None)
+    if scale is None or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        return "scales that are neither float32 nor float8_e8m0fnu"
+    if config.params_dtype not in (None, torch.bfloat16):
+        return f"tokens of {config.params_dtype}"
+    if getattr(layer, "w13_weight_bias", None) is not None:
+        return "experts with a bias"
+    if why := why_no_swiglu(config):
+        return why
+    if config.no_combine or config.apply_router_weight_on_input:
+        return "experts that are not weighted and summed"
+    return why_refused(sizes(layer, config), **activation_of(config))
+
+
+def why_no_swiglu(config: Any) -> str:
+    """Return what of a layer's activation is not served, empty if it is."""
+    if config.activation != "silu" or not config.is_gated:
+        return "an activation other than SwiGLU"
+    alpha, beta = config.gemm1_alpha, config.gemm1_beta
+    if alpha is None and (beta, config.gemm1_clamp_limit) != (None, None):
+        return "silu(gate) that is clamped, in place of gate"
+    if alpha is not None and config.gate_up_interleaved:
+        return "rows of gate and up in turns"
+    if alpha is not None and beta not in (None, 1.0):
+        return f"gemm1_beta={beta}"
+    return ""
+
+
+def activation_of(config: Any) -> dict[str, Any]:
+    """The options of `experts` for a layer's activation, as SGLang's Triton runner computes it
+    (moe_runner/triton_utils/fused_moe.py): `swiglu_no_interleaved_with_alpha_and_limit`, whose
+    beta is 1, where there is an alpha, else what `act_and_mul_triton` does with `swiglu_limit`."""
+    if config.gemm1_alpha is None:
+        return {"swiglu_limit": config.swiglu_limit}
+    return {
+        "swiglu_limit": config.gemm1_clamp_limit,
+        "swiglu_alpha": config.gemm1_alpha,
+        "swiglu_beta": 1.0,
+    }

@@ -1,0 +1,71 @@
+"""A tensor-parallel rank's part of the experts' width, where it is no multiple of 128."""
+
+import torch
+
+from ..call import BLOCK, check_integer, described
+
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""`w13`, `w13_scale`, `w2`, `w2_scale` as in `experts`."""
+VALUES = (torch.float8_e4m3fn,)
+SCALES = (torch.float32, torch.float8_e8m0fnu)
+
+
+def pad_shard(
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    first: int = 0,
+) -> Weights:
+    """Widen a shard by zeros to the 128 x 128 blocks that it has a part of.
+
+    A shard of 192 of 1536 columns, for example, lies in two blocks of the whole weights: rank 1,
+    which begins at column 192, has half of block 1 and all of block 2, and becomes 256 columns wide
+    with zeros before its own. Its values keep their places in the blocks, so the scales are used as
+    they are and the products are exact. The sum over the ranks differs from the layer in one piece
+    by the rounding of the intermediate alone, which a rank scales by the maximum of its own
+    columns.
+
+    L experts of width I in the shard, which has a part of B = ceil((first % 128 + I) / 128) blocks.
+
+    Args:
+        w13: `[L, 2 I, H]` float8_e4m3fn, in either order of gate and up.
+        w13_scale: `[L, 2 B, H/128]` float32 or float8_e8m0fnu, of the blocks that the shard has a
+            part of.
+        w2: `[L, H, I]` float8_e4m3fn.
+        w2_scale: `[L, H/128, B]` of the same type.
+        first: the shard's first column among those of the whole weights.
+
+    Returns:
+        `[L, 256 B, H]`, `w13_scale`, `[L, H, 128 B]`, `w2_scale`: the arguments themselves where
+        the shard consists of whole blocks.
+
+    Raises:
+        ValueError: an argument's shape, type or device is wrong; the message names it.
+    """
+    check_integer("first", first)
+    if first < 0:
+        raise ValueError(f"first: expected a column, 0 or more, got {first}")
+    if not isinstance(w2, torch.Tensor) or w2.dim() != 3 or w2.shape[1] % BLOCK:
+        raise ValueError(f"w2: expected [L, H, I], H a multiple of {BLOCK}, got {described(w2)}")
+    local, hidden, width = w2.shape
+    offset = int(first) % BLOCK
+    blocks = -(-(offset + width) // BLOCK)
+    for name, tensor, types, shape in (
+        ("w2", w2, VALUES, w2.shape),
+        ("w13", w13, VALUES, (local, 2 * width, hidden)),
+        ("w13_scale", w13_scale, SCALES, (local, 2 * blocks, hidden // BLOCK)),
+        ("w2_scale", w2_scale, SCALES, (local, hidden // BLOCK, blocks)),
+    ):
+        right = isinstance(tensor, torch.Tensor) and tensor.shape == shape
+        if not right or tensor.dtype not in types or tensor.device != w2.device:
+            wanted = f"{' or '.join(map(str, types))} {list(shape)} on {w2.device}"
+            raise ValueError(f"{name}: expected {wanted}, got {described(tensor)}")
+    if width == blocks * BLOCK:
+        return w13, w13_scale, w2, w2_scale
+    own = slice(offset, offset + width)
+    wide13 = w13.new_zeros((local, 2, blocks * BLOCK, hidden))
+    wide13[:, :, own] = w13.unflatten(1, (2, width))
+    wide2 = w2.new_zeros((local, hidden, blocks * BLOCK))
+    wide2[:, :, own] = w2
+    return wide13.flatten(1, 2), w13_scale, wide2, w2_scale

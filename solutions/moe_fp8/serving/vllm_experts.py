@@ -1,0 +1,224 @@
+"""The fused layer as experts classes of vLLM (0.28 to 0.33), which its kernel object calls."""
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
+
+from ..api import batched_experts, experts
+from .prepare import prepare
+from .served import VLLM, accurate, why_not_here, why_refused
+
+EXCHANGES = (
+    "allgather_reducescatter",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "deepep_v2",
+    "nixl_ep",
+)
+"""Those between ranks whose tokens arrive as the classes take them. FlashInfer's were never tried;
+after MoonEP and with passthrough they lie otherwise."""
+
+
+class Experts(mk.FusedMoEExpertsModular):
+    """After vLLM's routing, whatever it is; on any rank.
+
+    Tokens arrive in bfloat16, or, where they were exchanged between ranks, in FP8 with scales
+    `[T, H/128]` of any strides.
+    """
+
+    def __init__(
+        self,
+        moe_config: Any,
+        quant_config: Any,
+        max_num_tokens: int | None = None,
+        num_dispatchers: int | None = None,
+    ):  # the same names as the base's, by which vLLM makes experts anew when ranks come or go
+        super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
+        self.given_config = moe_config
+        self.options = {"accurate": accurate(VLLM), **activation_of(moe_config)}
+        self.is_prepared = False
+
+    @staticmethod
+    def is_supported_config(
+        cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
+    ) -> tuple[bool, str | None]:
+        """Return True if a layer is served, else False and why not."""
+        arguments = moe_config, weight_key, activation_key, activation_format
+        serves, why = mk.FusedMoEExpertsModular.is_supported_config(cls, *arguments)
+        if serves:
+            why = why_not_here() or why_not(moe_config)
+        return not why, why or None
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """False where tokens are exchanged between ranks, which FP8 halves."""
+        return not self.given_config.moe_parallel_config.use_all2all_kernels
+
+    @staticmethod
+    def activation_format() -> Any:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True  # `why_not` says more
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ):
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
+        global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
+        expert_tokens_meta, apply_router_weight_on_input,
+    ):  # fmt: skip
+        if apply_router_weight_on_input:  # vLLM has multiplied the tokens before they came here
+            topk_weights = torch.ones_like(topk_weights)
+        call = (
+            topk_ids.contiguous(), topk_weights.contiguous(), hidden_states,
+            w1, self.w1_scale, w2, self.w2_scale,
+        )  # fmt: skip
+        options = {
+            "x_scale": None if a1q_scale is None else a1q_scale.t(),
+            "expert_map": expert_map,
+            "num_experts": None if expert_map is not None else global_num_experts,
+            "out": output,
+            **self.options,
+        }
+        if not self.is_prepared:
+            # vLLM makes a first call, with its real tensors, while it loads: the profiling run.
+            prepare(experts, *call, **options, tokens=most_tokens(self.given_config))
+            self.is_prepared = True
+        experts(*call, **options)
+
+
+class BatchedExperts(Experts):
+    """The same of tokens that were brought to their experts by DeepEP's low-latency mode, or by
+    NIXL: vLLM's batched format, whose combine applies the weights."""
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return False  # these exchanges refuse that
+
+    @staticmethod
+    def activation_format() -> Any:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ):
+        return (0,), (0,), (local_num_experts, M, K)
+
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
+        global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
+        expert_tokens_meta, apply_router_weight_on_input,
+    ):  # fmt: skip
+        counts = expert_tokens_meta.expert_num_tokens
+        call = hidden_states, counts, w1, self.w1_scale, w2, self.w2_scale
+        expected_m = expected_tokens(global_num_experts, topk_ids.shape[1])
+        options = {"x_scale": a1q_scale, "expected_m": expected_m, "out": output, **self.options}
+        if not self.is_prepared:  # as in `Experts.apply`
+            prepare(batched_experts, *call, **options)
+            self.is_prepared = True
+        batched_experts(*call, **options)
+
+
+def most_tokens(config: Any) -> int:
+    """The tokens that one call may have: those of all ranks that exchange them."""
+    parallel = config.moe_parallel_config
+    most = config.max_num_tokens * parallel.dp_size
+    # DeepEP's second version may hand over a row for each of a token's experts.
+    return most * config.experts_per_token if parallel.use_deepep_v2_kernels else most
+
+
+def expected_tokens(num_experts: int, top_k: int) -> int | None:
+    """The tokens of an expert in this step, where the host knows how many all ranks have."""
+    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+    if metadata is None:
+        return None
+    pairs = int(metadata.num_tokens_across_dp_cpu.sum()) * top_k
+    return max(1, -(-pairs // num_experts))
+
+
+def choose(config: Any, weight_key: Any, activation_key: Any) -> tuple[type[Experts] | None, str]:
+    """Return the class that serves a layer, or None and why none does."""
+    ours, form = Experts, mk.FusedMoEActivationFormat.Standard
+    if config.moe_parallel_config.use_batched_activation_format:
+        ours, form = BatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
+    serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, form)
+    return (ours, "") if serves else (None, why or "")
+
+
+def why_not(config: Any) -> str:
+    """Return what of a layer is not served that vLLM does not ask about, empty if all is."""
+    parallel = config.moe_parallel_config
+    exchange = parallel.all2all_backend
+    if config.moe_backend != "auto":
+        return f"--moe-backend {config.moe_backend} is asked for"
+    # In passthrough vLLM's experts exchange tokens themselves.
+    if exchange == "passthrough" or parallel.use_all2all_kernels and exchange not in EXCHANGES:
+        return f"tokens are exchanged between ranks by {exchange}"
+    if config.has_bias:
+        return "experts with a bias"
+    if config.in_dtype != torch.bfloat16:
+        return f"tokens of {config.in_dtype}"
+    return why_refused(sizes(config), **activation_of(config))
+
+
+def activation_of(config: Any) -> dict[str, Any]:
+    """The options of `experts` for a layer's activation, as vLLM computes it: with `silu` there is
+    a limit at most (`silu_and_mul_with_clamp` in its fused_moe/activation.py)."""
+    if config.activation == MoEActivation.SILU:
+        return {"swiglu_limit": config.swiglu_limit}
+    alpha, beta = config.swiglu_alpha, config.swiglu_beta
+    return {
+        "swiglu_limit": config.swiglu_limit,
+        "swiglu_alpha": 1.0 if alpha is None else alpha,
+        "swiglu_beta": 0.0 if beta is None else beta,
+    }
+
+
+def sizes(config: Any) -> tuple[int, int, int, int, int]:
+    """Experts, those here, hidden size, intermediate size, experts of a token."""
+    return (
+        config.num_experts, config.num_local_experts, config.hidden_dim,
+        config.intermediate_size_per_partition, config.experts_per_token,
+    )  # fmt: skip
