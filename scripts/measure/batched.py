@@ -19,10 +19,10 @@ from moe_fp8 import batched_experts
 from moe_fp8.baselines.deepgemm_device import RECIPE, REQUIREMENT
 from moe_fp8.baselines.requirement import require
 from moe_fp8.call import BLOCK
-from scripts.common.metrics import calc_diff
 
 from scripts.common.command_line import UsageError
 from scripts.common.float32_experts import LARGEST_DIFF, in_float32
+from scripts.common.metrics import calc_diff
 from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops
 from scripts.common.text import error_line
 from scripts.data.rows import Writer

@@ -16,9 +16,9 @@ import torch
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition
-from scripts.common.metrics import calc_diff, cosine, matched_ratio
 
 from scripts.common.command_line import steps
+from scripts.common.metrics import calc_diff, cosine, matched_ratio
 from scripts.common.project import ACCURACY_TOLERANCES
 from scripts.common.text import error_line
 from scripts.data.dataset import Inputs, definition_of, named, tokens

@@ -10,7 +10,6 @@ A call goes one way: `fused_moe` packs its arguments into `MoeInputs`, `Routing`
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -38,8 +37,10 @@ I32, I64 = torch.int32, torch.int64
 # Names of this module: the host waits for memory in every look-up.
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack
-pre_dispatch_modes = torch._ops._len_torch_dispatch_stack_pre_dispatch
-requires_grad = operator.attrgetter("requires_grad")
+pre_dispatch_modes = torch._ops.mode_stack_state_for_pre_dispatch().count
+transform = torch._C._functorch.peek_interpreter_stack
+any_requires_grad = torch._C._any_requires_grad
+increment_version = torch._C._increment_version
 NO_KEY = (AttributeError, RuntimeError, TypeError)
 """Exceptions of `_layers_seen`: no tensor, a nested one, an option that cannot be hashed."""
 
@@ -362,20 +363,20 @@ def _called_again(layer: FusedLayer, inputs: Inputs, x: Any, out: Any, is_new: b
         or forward_ad._current_level >= 0
         or dispatch_modes()
         or pre_dispatch_modes()
+        or transform() is not None
     ):
         return False
     call = layer.ready_call(inputs, out)
     if call is None:
         return False
-    if torch.is_grad_enabled():
-        if out.requires_grad or any(map(requires_grad, layer.tensors_of(inputs))):
-            return False
+    if torch.is_grad_enabled() and any_requires_grad(out, *layer.tensors_of(inputs)):
+        return False
     try:
         call(inputs, out)
     except Exception:  # the slow way says what is wrong, or raises it again
         return False
     if not is_new and not out.is_inference():  # autograd does not see what a kernel writes
-        torch.autograd.graph.increment_version(out)
+        increment_version((out,))
     return True
 
 
@@ -405,7 +406,7 @@ def run_batched_experts(inputs: BatchedInputs, options: Options, out: torch.Tens
 def _run(layer: FusedLayer, inputs: Inputs, out: torch.Tensor) -> FusedLayer:
     layer(inputs, out)
     if not out.is_inference():  # autograd does not see what a kernel writes
-        torch.autograd.graph.increment_version(out)
+        increment_version((out,))
     return layer
 
 
@@ -419,9 +420,9 @@ def _is_traced(first: Any, x: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None:
-        raise RuntimeError(f"expected no transform of torch.func around it, got {transform.key()}")
+    around = transform()
+    if around is not None:
+        raise RuntimeError(f"expected no transform of torch.func around it, got {around.key()}")
     if type(x) is not torch.Tensor or x.is_meta:
         alike = isinstance(x, torch.Tensor) and x.is_meta == getattr(first, "is_meta", None)
         # A DTensor is refused by name: torch knows no sharding of these operators.
