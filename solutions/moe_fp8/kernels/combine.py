@@ -11,20 +11,20 @@ from cutlass.cute.nvgpu import cpasync
 
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
-from .dsl import BYTES, SmemAllocator, alignment, load, vector
+from .dsl import ACCESS_BYTES, SmemAllocator, alignment, load, vector
 from .sync import arrivals, wait_for_previous
 
 MAX_SUM_THREADS = 128
 """Threads that sum; each owns 16 bytes of a row."""
 COMBINE_STAGES = 16
 """Rows in flight or at hand; docs/notes/fused.md compares numbers."""
-LAST = 1
+NOTE_LAST = 1
 """Note of a stage: the row is its token's last one."""
-EMPTY = 2
+NOTE_EMPTY = 2
 """Note of a stage: there is no row, the token has no local expert."""
 NOTE_BITS = 2
 """Bits of a note below the token."""
-END = -1
+NOTE_END = -1
 """The note after the last row."""
 
 
@@ -53,7 +53,7 @@ class Combine:
     """More than shared memory lets in at once (6): 1461 us rather than 1469."""
 
     def __init__(self, hidden: int, top_k: int, rows=BFloat16, zeros=True, pairs_known=False):
-        self.vector = BYTES * 8 // rows.width
+        self.vector = ACCESS_BYTES * 8 // rows.width
         if top_k >= WARP:
             raise ValueError(f"top_k={top_k}: expected less than {WARP}")
         self.hidden, self.top_k = hidden, top_k
@@ -151,17 +151,17 @@ class Combine:
                 left = cute.arch.shuffle_sync(slots, owner)
                 if cutlass.const_expr(self.zeros):
                     if left == 0:
-                        self._push(ring, state, sO, notes, note | EMPTY | LAST)
+                        self._push(ring, state, sO, notes, note | NOTE_EMPTY | NOTE_LAST)
                         state.advance()
                 for s in cutlass.range_constexpr(self.top_k):
                     if left & (1 << s):
                         row = cute.arch.shuffle_sync(rows[s], owner)
                         scale = cute.arch.shuffle_sync(scales[s], owner)
-                        is_last = Int32(LAST) if left >> s == 1 else Int32(0)
+                        is_last = Int32(NOTE_LAST) if left >> s == 1 else Int32(0)
                         part = o.iterator + Int64(row) * self.hidden + first_column
                         self._push(ring, state, sO, notes, note | is_last, scale, part)
                         state.advance()
-        self._push(ring, state, sO, notes, Int32(END))
+        self._push(ring, state, sO, notes, Int32(NOTE_END))
 
     @cute.jit
     def _push(self, ring, state, sO, notes, note: Int32, weight=None, part=None):
@@ -180,10 +180,10 @@ class Combine:
                     cpasync.CopyBulkG2SOp(), self.rows, num_bits_per_copy=8 * size
                 )
                 layout = cute.make_layout(self.columns)
-                to = sO[None, state.index].iterator.align(BYTES)
+                to = sO[None, state.index].iterator.align(ACCESS_BYTES)
                 cute.copy(
                     atom,
-                    cute.make_tensor(part.align(BYTES), layout),
+                    cute.make_tensor(part.align(ACCESS_BYTES), layout),
                     cute.make_tensor(to, layout),
                     mbar_ptr=full,
                 )
@@ -199,9 +199,9 @@ class Combine:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, COMBINE_STAGES)
         ring.consumer_wait(state)
         note = Int32(notes[0][state.index])
-        while note != END:
+        while note != NOTE_END:
             row = cute.make_rmem_tensor(self.vector, self.rows)
-            if thread < self.threads and note & EMPTY == 0:
+            if thread < self.threads and note & NOTE_EMPTY == 0:
                 part = cute.local_tile(sO[None, state.index], (self.vector,), (thread,))
                 cute.autovec_copy(part, row)
                 weight = Float32(notes[1][state.index])
@@ -213,7 +213,7 @@ class Combine:
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 ring.consumer_release(state)
-            if note & LAST:
+            if note & NOTE_LAST:
                 rounded = cute.make_rmem_tensor(self.vector, BFloat16)
                 rounded.store(total.load().to(BFloat16))
                 total.fill(0.0)

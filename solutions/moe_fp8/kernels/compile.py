@@ -22,10 +22,10 @@ from ..cache import KernelCache, cache_dir, import_closure
 
 ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
+COMPILE_OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
 DSL_VARIABLES = "CUTE_DSL_"
 """Beginning of the environment variables that the DSL reads; some of them change its output."""
-CPU = Path("/proc/cpuinfo")
+CPU_INFO = Path("/proc/cpuinfo")
 CPU_FIELDS = {
     *("vendor_id", "cpu family", "model", "flags"),  # x86
     *("CPU implementer", "CPU part", "Features"),  # Arm
@@ -33,7 +33,7 @@ CPU_FIELDS = {
 """Its lines that say which instructions a CPU has."""
 
 
-TYPES = {
+DSL_TYPES = {
     torch.float32: Float32,
     torch.bfloat16: BFloat16,
     torch.float8_e4m3fn: Float8E4M3FN,
@@ -116,7 +116,7 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
 
     def build() -> Any:
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        options = OPTIONS.format(arch=arch)
+        options = COMPILE_OPTIONS.format(arch=arch)
         return cute.compile(kernel(*parameters), *fakes(arguments), stream, options=options)
 
     directory = cache_dir()
@@ -145,7 +145,7 @@ def made_of(
         "kernel": kernel.__name__,
         "parameters": repr(named),
         "arguments": repr(tuple(arguments)),
-        "options": OPTIONS.format(arch=arch),
+        "options": COMPILE_OPTIONS.format(arch=arch),
         "host": _host(),
         "environment": repr(
             sorted(item for item in os.environ.items() if item[0].startswith(DSL_VARIABLES))
@@ -208,7 +208,7 @@ def _host() -> str:
     """The machine and its CPU, for which the host's part of a kernel is compiled; where nothing is
     known of the CPU, this host's name."""
     try:
-        first = CPU.read_text("utf-8", errors="replace").split("\n\n")[0]
+        first = CPU_INFO.read_text("utf-8", errors="replace").split("\n\n")[0]
     except OSError:
         first = ""
     fields = [[part.strip() for part in line.split(":", 1)] for line in first.splitlines()]

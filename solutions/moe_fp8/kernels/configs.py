@@ -21,11 +21,11 @@ WARPGROUP_WARPS = 4
 """Warps of a warpgroup."""
 SMEM_BYTES = 227 * 1024
 """Shared memory of one CTA, on Hopper and on Blackwell."""
-REGISTERS = 64 * 1024 // WARPGROUP
-"""Registers that one thread of each warpgroup of a CTA may have together."""
+CTA_REGISTERS = 64 * 1024
+"""Registers of one CTA. Each of its warpgroups takes 128 of them for every register of a thread."""
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
-MAX_REGISTERS = 240
+MAX_CONSUMER_REGISTERS = 240
 """Registers of a consumer thread. 232, the usual choice, made 128x192 tiles 2 % slower (H200)."""
 MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
@@ -190,8 +190,8 @@ class GemmConfig:
     @property
     def consumer_registers(self) -> int:
         """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
-        left = REGISTERS - self.producer_warpgroups * PRODUCER_REGISTERS
-        return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
+        left = CTA_REGISTERS // WARPGROUP - self.producer_warpgroups * PRODUCER_REGISTERS
+        return min(MAX_CONSUMER_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
 
     @property
     def stage_readers(self) -> int:

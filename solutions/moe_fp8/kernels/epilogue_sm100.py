@@ -9,7 +9,7 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 
 from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
-from .dsl import BF16_VECTOR, BYTES, load, vector
+from .dsl import ACCESS_BYTES, BF16_VECTOR, load, vector
 from .epilogue import Quantised, SwigluEpilogue, TilePart
 from .swiglu import Activation, block_scale, divide
 from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
@@ -157,7 +157,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         for t in cutlass.range_constexpr(self.terms):
             self._next_term(c, quantised, t)
             target = self._staged(staging, row, t) + warpgroup * columns
-            to = cute.make_tensor(target.align(BYTES), cute.make_layout(columns))
+            to = cute.make_tensor(target.align(ACCESS_BYTES), cute.make_layout(columns))
             cute.autovec_copy(quantised, to)
 
     @cute.jit
@@ -218,7 +218,7 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
     def staging(self, buffer) -> SwigluPairStaging:
         """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, amax = super().staging(buffer)
-        theirs = (amax.iterator + cute.size(amax)).align(BYTES)
+        theirs = (amax.iterator + cute.size(amax)).align(ACCESS_BYTES)
         layout = cute.make_layout((self.rows, UMMA_M, PAIR_BUFFERS))
         return SwigluPairStaging(
             rows,
@@ -245,7 +245,7 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
         bits = cute.recast_tensor(theirs, Int32)
         for i in cutlass.range_constexpr(0, self.rows, 4):
             four = tuple(bits[i + j] for j in range(4))
-            send_to_other((received + i).align(BYTES), four, arrived)
+            send_to_other((received + i).align(ACCESS_BYTES), four, arrived)
         cute.arch.mbarrier_wait(arrived, phase)
         load(received, bits)
         sums = cute.make_rmem_tensor(2 * self.rows, Float32)

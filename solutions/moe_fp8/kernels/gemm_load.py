@@ -51,11 +51,11 @@ B_WARP = 1
 SCHEDULER_WARP = 2
 SIDE_JOB_WARP = A_WARPS[-1]
 """It is free, because with a side job only one warp loads A."""
-SLICE = 64
+SLICE_ROWS = 64
 """Rows of a slice: a consumer warpgroup's part of a tile where tokens are the MMA's rows."""
 SWIZZLE_ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
-CHUNK = 16
+CP_ASYNC_VALUES = 16
 """e4m3 values of one cp.async, and of one piece of the 128-byte swizzle."""
 EVICT_FIRST = 0x12F0000000000000
 """The L2 cache policy of that name (createpolicy.fractional.L2::evict_first) as a constant."""
@@ -442,34 +442,33 @@ class SlicedRows(ContiguousRows):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.slices = config.tile_m // SLICE
+        self.slices = config.tile_m // SLICE_ROWS
 
     def _layout(self):
         """The shared memory of A by slices: (64, 128, stages * terms * slices), swizzled."""
         c = self.config
-        return rows_layout(c, SLICE, c.num_stages * c.terms * self.slices)
+        return rows_layout(c, SLICE_ROWS, c.num_stages * c.terms * self.slices)
 
     def _a(self, a: cute.Tensor) -> TmaTensor:
-        return tma_tensor(a, self._layout(), (SLICE, BLOCK), self.config.cluster_n)
+        return tma_tensor(a, self._layout(), (SLICE_ROWS, BLOCK), self.config.cluster_n)
 
     def begin_tile(self, operand, shared, tile: Tile, cta, warp=0):
         copies = super().begin_tile(operand, shared, tile, cta)
         # `tile.rows` may reach past the tile, up to its expert's end.
         rows = cutlass.max(cutlass.min(tile.rows, self.config.tile_m), 0)
-        return copies._replace(slices=(rows + (SLICE - 1)) // SLICE)
+        return copies._replace(slices=(rows + (SLICE_ROWS - 1)) // SLICE_ROWS)
 
     def _partition(self, operand, shared, tile: Tile, cta):
         # (64, 128, slices, k_blocks * terms)
-        gA = cute.local_tile(
-            cute.domain_offset((tile.row, 0), operand.a.coordinates), (SLICE, BLOCK), (None, None)
-        )
+        gA = cute.domain_offset((tile.row, 0), operand.a.coordinates)
+        gA = cute.local_tile(gA, (SLICE_ROWS, BLOCK), (None, None))
         sA = cute.make_tensor(shared.sA.iterator, self._layout().outer)
         return tma_partition(operand.a.atom, sA, gA, cta[1], self.config.cluster_n)
 
     @cute.jit
     def copy(self, operand, copies, kb, ab_pipeline, state, warp):
         terms = self.config.terms
-        size = copies.slices * (SLICE * BLOCK * terms) + self.sfa_bytes
+        size = copies.slices * (SLICE_ROWS * BLOCK * terms) + self.sfa_bytes
         full = expect_bytes(ab_pipeline, state, size)
         k_blocks = cute.size(copies.tAgA, mode=[2]) // terms
         for t in cutlass.range_constexpr(terms):
@@ -561,12 +560,12 @@ class GatheredRows:
         lane = cute.arch.lane_idx()
         tokens, shared = copies.tokens, copies.shared
         k = cute.size(operand.x, mode=[1])
-        columns = operand.x.iterator + kb * BLOCK + lane % 8 * CHUNK
+        columns = operand.x.iterator + kb * BLOCK + lane % 8 * CP_ASYNC_VALUES
         row = self._row(warp, lane // 8)
         # The 128-byte swizzle: chunk c of row r lies at chunk c ^ (r % 8). A lane's rows are eight
         # apart, so that is the same chunk for all of them.
         place = cute.recast_ptr(shared.sA.iterator, dtype=Float8E4M3FN)
-        place = place + (state.index * c.tile_m + row) * BLOCK + (lane % 8 ^ row) * CHUNK
+        place = place + (state.index * c.tile_m + row) * BLOCK + (lane % 8 ^ row) * CP_ASYNC_VALUES
         # Read some tokens at once: no load can be moved ahead of a copy to shared memory.
         at_once = math.gcd(c.tile_m // 8, 4)
         some = cute.make_rmem_tensor(at_once, Int32)
@@ -574,7 +573,7 @@ class GatheredRows:
             load(tokens.iterator + row * (c.tile_m // 8) + first, some)
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(some[i]) * k
-                copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
+                copy_async(source, place + 8 * BLOCK * (first + i), CP_ASYNC_VALUES)
         if cutlass.const_expr(not c.split_sfa):
             scales, token_stride = self._scales(operand, kb)
             place = shared.sSFA.iterator + state.index * (c.sfa_bytes // 4)

@@ -9,7 +9,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..call import BLOCK, Form, round_up
-from .compile import TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
+from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
 from .configs import WARP
 from .dsl import BF16_VECTOR, E4M3_VECTOR, alignment, load, vector
 from .swiglu import QuantisedTokens, quantise, quantise_token
@@ -265,7 +265,7 @@ class PlaceTokens:
 
 def token_arguments(hidden: int, tokens: Extent, form: Form) -> tuple[Argument, Argument]:
     """Describe the tokens and their scales."""
-    x, scale = Tensor(TYPES[form.x], (tokens, hidden)), None
+    x, scale = Tensor(DSL_TYPES[form.x], (tokens, hidden)), None
     if form.has_scales:
         strides = (Extent("block stride"), Extent("token stride")) if form.strided_scales else None
         scale = Tensor(Float32, (hidden // BLOCK, tokens), 4, strides)

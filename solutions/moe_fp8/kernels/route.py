@@ -28,7 +28,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
 from ..call import EPSILON, Form, MoeShape
-from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
+from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
 from .dsl import SmemAllocator, load
 from .swiglu import QuantisedTokens, quantise_token
@@ -619,13 +619,13 @@ def bits_of(order: Int32) -> Int32:
 def routing_arguments(shape: MoeShape, tokens: Extent, form: Form) -> tuple[Argument, ...]:
     """Describe the first four parameters of `Route`: logits, bias, first local expert, factor of
     the weights; with `given` ids, weights, first local expert, map of the experts."""
-    choice = TYPES[form.choice]
+    choice = DSL_TYPES[form.choice]
     if shape.routing == "given":
         pairs = tokens, shape.top_k
         expert_map = Tensor(Int32, (shape.num_experts,), align=4) if form.has_map else None
         ids = Tensor(choice, pairs, align=form.choice.itemsize)
         return ids, Tensor(Float32, pairs, align=4), Scalar(Int32), expert_map
-    bias = Tensor(TYPES[form.bias], (shape.num_experts,)) if form.bias else None
+    bias = Tensor(DSL_TYPES[form.bias], (shape.num_experts,)) if form.bias else None
     return Tensor(choice, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
 
 
