@@ -158,9 +158,9 @@ def made_of(
 
 
 def fakes(arguments: Sequence[Argument]) -> list[Any]:
-    """What the compiler is given in place of real arguments."""
+    """Return the compiler's stand-ins for real arguments."""
     extents: dict[Extent, Any] = {}
-    made: list[Any] = []
+    tensors: list[Any] = []
 
     def size_of(size: int | Extent) -> Any:
         if isinstance(size, int):
@@ -171,7 +171,7 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
 
     for argument in arguments:
         if not isinstance(argument, Tensor):
-            made.append(argument and argument.dtype(0))
+            tensors.append(argument and argument.dtype(0))
             continue
         shape = [size_of(size) for size in argument.shape]
         stride: list[Any] = [1]
@@ -179,12 +179,12 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
             stride.insert(0, size if stride[0] == 1 else stride[0] * size)
         if argument.strides is not None:
             stride = [size_of(size) for size in argument.strides]
-        made.append(
+        tensors.append(
             make_fake_tensor(
                 argument.dtype, tuple(shape), tuple(stride), assumed_align=argument.align
             )
         )
-    return made
+    return tensors
 
 
 def _load(path: Path) -> Any:

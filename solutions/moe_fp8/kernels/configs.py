@@ -26,7 +26,8 @@ CTA_REGISTERS = 64 * 1024
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
 MAX_CONSUMER_REGISTERS = 240
-"""Registers of a consumer thread. 232, the usual choice, made 128x192 tiles 2 % slower (H200)."""
+"""Registers of a consumer thread: more than the usual 232, for 128x192 tiles were slower with them
+(docs/notes/gemm_sm90.md)."""
 MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
@@ -427,7 +428,7 @@ class GemmConfigSm100(GemmConfig):
         return self.consumer_warpgroups * self.tile_m * STAGED_COLUMNS * 2
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm100":
-        """As `GemmConfigSm90.with_swiglu`. Few tiles are divided among pairs of CTAs."""
+        """Return this config with SwiGLU, as on Hopper. Pairs of CTAs share few tiles."""
         pair = few and self.swap_ab
         tile: dict[str, Any] = {"tile_n": BLOCK, "cluster_n": 2} if pair else {"tile_n": 2 * BLOCK}
         return replace(self, **tile, quantises=terms, stages=0, accumulators=0)
@@ -439,7 +440,7 @@ class GemmConfigSm100(GemmConfig):
 
 
 class LayerRules(NamedTuple):
-    """How the fused layer changes the configs that an architecture's heuristic picks for a GEMM.
+    """The fused layer's changes to the configs that an architecture's heuristic picks for a GEMM.
 
     With few rows (`swap_ab`):
     - Both GEMMs have `stages` stages. So deep a pipeline leaves no room for a CTA of GEMM2 until

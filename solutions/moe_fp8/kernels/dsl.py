@@ -30,12 +30,13 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", version)[0])))  # type: ignore[index]
 
 
-def unmet(package: str, found: str) -> str:
+def unmet(package: str, version: str) -> str:
     """Return what is wrong with a version, empty if nothing is."""
     first, before = NEEDED_VERSIONS[package]
-    if release(first) <= release(found) and (before is None or release(found) < release(before)):
+    number = release(version)
+    if release(first) <= number and (before is None or number < release(before)):
         return ""
-    return f"needs {package} >= {first}{f', < {before}' if before else ''}, found {found}"
+    return f"needs {package} >= {first}{f', < {before}' if before else ''}, found {version}"
 
 
 for package in NEEDED_VERSIONS:

@@ -38,8 +38,8 @@ from .tiles import Tile
 class TilePart(NamedTuple):
     """A consumer thread's part of a tile.
 
-    `thread` is passed on and not read again: reading it again made ptxas spill 144 bytes of the
-    sums of 192x128 tiles.
+    `thread` is passed on and must not be read from threadIdx again, or ptxas spills sums of 192x128
+    tiles (docs/notes/gemm_sm90.md).
     """
 
     tile: Tile  # with at least one row in the warpgroup's part

@@ -73,7 +73,7 @@ MMA_CTAS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
 
 
 class StageCounts(NamedTuple):
-    """What completes a phase of the two mbarriers of a stage."""
+    """The arrivals and bytes that complete a phase of the two mbarriers of a stage."""
 
     # Arrivals on `full`: of the warps that load A, and one expect-tx for B. CTAs that share an MMA
     # all arrive on the first CTA's barrier.
@@ -103,7 +103,7 @@ class SharedOperands(NamedTuple):
 
 
 class GemmArguments(NamedTuple):
-    """What the host function hands to the kernel."""
+    """The kernel's arguments, as the host function makes them."""
 
     a: Any  # A and SFA: `TmaRows` or `TokensByRow`
     b: TmaTensor  # (n, k, experts)
@@ -194,6 +194,7 @@ class GemmLoad:
         """Run the roles of warpgroup 0."""
         for i in cutlass.range_constexpr(self.rows.warps):
             if warp_idx == A_WARPS[i]:
+                # The loop over tiles and K blocks is the same for all kinds of rows.
                 begin_tile = partial(self.rows.begin_tile, args.a, shared, warp=i)
                 copy = partial(self.rows.copy, args.a, ab_pipeline=ab_pipeline, warp=i)
                 self.load_rows(
@@ -203,10 +204,12 @@ class GemmLoad:
             self._load_b(ab_pipeline, tile_sched, args.b, shared.sB)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
+                # The warps of all CTAs take the rows round robin.
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
                 self.side_job.run(*args.side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
+            # One warp of a cluster asks for tiles, for all of its CTAs.
             if warp_idx == SCHEDULER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 linear, stride, total = tile_sched.first()
                 tile_sched.queue.fetch(args.counter.iterator, linear, stride, total)
@@ -580,6 +583,7 @@ class GatheredRows:
         cute.arch.sync_warp()  # must come before the writes: all lanes are done with the last tile
         for i in cutlass.range(cute.arch.lane_idx(), self.tokens // self.warps, WARP):
             row = self._row(warp, Int32(i))
+            # Behind the expert's end: its last row again. Without rows: where the tile begins.
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             tokens[row // 8, row % 8] = operand.token_of_row[tile.row + within]
         cute.arch.sync_warp()  # must come before the reads: a lane reads what others wrote
@@ -623,6 +627,7 @@ class GatheredRows:
         tokens = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)
         for i in cutlass.range_constexpr(cute.size(tokens)):
             row = i * WARP + cute.arch.lane_idx()
+            # As in `begin_tile`.
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             tokens[i] = operand.token_of_row[tile.row + within]
         return TileTokens(shared, tokens)
@@ -675,8 +680,9 @@ def tma_tensor(
     )
     # ((8, rows / 8), (128, 1)) of A and B, (sfa_rows, 1) of SFA
     one_stage = cute.slice_(smem_layout, (None, None, 0))
-    made = cpasync.make_tiled_tma_atom(op, tensor, one_stage, box, num_multicast=multicast)
-    return TmaTensor(*made)
+    return TmaTensor(
+        *cpasync.make_tiled_tma_atom(op, tensor, one_stage, box, num_multicast=multicast)
+    )
 
 
 def tma_partition(atom, smem: cute.Tensor, gmem: cute.Tensor, share: Int32, shares: int):
@@ -700,6 +706,7 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
     alone."""
     if cluster[mode] == 1:
         return None  # a copy that is no multicast takes no mask
+    # Bit r stands for CTA r of the cluster.
     return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
 
 
@@ -710,6 +717,7 @@ def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Poin
     when the operands of all CTAs have come.
     """
     full = pipe.producer_get_barrier(state)
+    # One lane: the barrier counts one arrival of a warp that loads by TMA.
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, size, 0 if mma_ctas > 1 else None)
     return full

@@ -547,7 +547,7 @@ class GemmSm100:
 
 
 class AccumulatorSm100:
-    """Where a tile's tokens and columns lie in tensor memory and in the consumer threads.
+    """The places of a tile's tokens and columns in tensor memory and in the consumer threads.
 
     The MMA has 128 rows, one a lane of tensor memory. A thread reads one lane, so its value `v` is
     column `v` of one row:

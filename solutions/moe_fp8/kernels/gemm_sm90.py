@@ -467,7 +467,7 @@ class GemmSm90:
 
 
 class AccumulatorSm90:
-    """Where a tile's tokens and columns lie in the accumulators of the consumer threads.
+    """The places of a tile's tokens and columns in the accumulators of the consumer threads.
 
     WGMMA computes 64 rows by 8..256 columns. Usually tokens are its rows, and an expert's last tile
     wastes up to 63 of them. With swap_ab weights are its rows, whose number is a multiple of 128,

@@ -1,4 +1,10 @@
-"""The grouped GEMM on batched rows: where they lie, their products and zeros behind them."""
+"""The grouped GEMM on batched rows: multiplies the rows that experts have, zeroes those behind.
+
+    PlaceBatched   8 warps a CTA, all with one role: copy scales to the order that TMA reads
+    the GEMM       as `gemm_sm90` or `gemm_sm100`; its spare warp writes the zeros
+
+The GEMM waits for the placing kernel as for any previous one (`sync`).
+"""
 
 from typing import Any
 
@@ -20,7 +26,7 @@ from .tiles import max_ctas
 ACCESS_SCALES = ACCESS_BYTES // 4
 """float32 scales of a 16-byte access."""
 PLACE_BATCHED_WARPS = 8
-"""Of a CTA that copies scales."""
+"""Warps of a CTA that copies scales."""
 PLACE_BATCHED_ROWS = WARP * ACCESS_SCALES
 """Rows whose scales a CTA copies."""
 
@@ -49,17 +55,18 @@ class PlaceBatched:
                 counter[0] = Int32(0)
         row = part * PLACE_BATCHED_ROWS + thread % WARP * ACCESS_SCALES
         if row < count:
-            taken = cute.make_rmem_tensor((ACCESS_SCALES, self.blocks_per_warp), Float32)
+            # (4 rows, K blocks of a warp)
+            values = cute.make_rmem_tensor((ACCESS_SCALES, self.blocks_per_warp), Float32)
             for i in cutlass.range_constexpr(self.blocks_per_warp):
                 block = i * PLACE_BATCHED_WARPS + thread // WARP
                 if block < self.blocks:
                     at = (Int64(expert) * self.blocks + block) * max_rows + row
-                    cute.autovec_copy(vector(a_scale.iterator + at, ACCESS_SCALES), taken[None, i])
+                    cute.autovec_copy(vector(a_scale.iterator + at, ACCESS_SCALES), values[None, i])
             for i in cutlass.range_constexpr(self.blocks_per_warp):
                 block = i * PLACE_BATCHED_WARPS + thread // WARP
                 if block < self.blocks:
                     at = Int64(block) * cute.size(scales, mode=[1]) + first + row
-                    cute.autovec_copy(taken[None, i], vector(scales.iterator + at, ACCESS_SCALES))
+                    cute.autovec_copy(values[None, i], vector(scales.iterator + at, ACCESS_SCALES))
 
 
 class BatchedGemm:
