@@ -309,9 +309,10 @@ class GemmSm100:
         """Issue the MMA of every K block of every tile of this CTA, or of the CTAs that share it;
         one warp."""
         c = self.config
-        # The same memory as `SharedOperands`, in the MMA's shape: see `_setup`.
         smem_a, smem_b = self.mma_smem
         tokens, weights = self.acc_map.mma_order(smem_a, smem_b)
+        # SharedOperands' memory as the MMA sees it: ((tile_m, 32), 1, 4, stages * terms) and
+        # ((b_rows, 32), 1, 4, stages), or ((128, 32), 2, 4, stages) where MMA_M is 2
         tokens = storage.a.get_tensor(tokens.outer, swizzle=tokens.inner)
         weights = storage.b.get_tensor(weights.outer, swizzle=weights.inner)
         operand_a, operand_b = self.acc_map.mma_order(tokens, weights)
