@@ -19,7 +19,7 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
-from moe_fp8.kernels.compile import OPTIONS, Argument, Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.compile import COMPILE_OPTIONS, Argument, Extent, Scalar, Tensor, fakes
 from moe_fp8.kernels.dsl import SmemAllocator
 
 LINE = 128
@@ -137,7 +137,7 @@ class StreamWeights:
 def compile_for(arch: str, kernel: Any, arguments: Sequence[Argument]) -> Any:
     """The kernel as a function that takes the caller's stream; needs no GPU."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = OPTIONS.format(arch=arch)
+    options = COMPILE_OPTIONS.format(arch=arch)
     return cute.compile(kernel, *fakes(arguments), stream, options=options)
 
 

@@ -26,7 +26,7 @@ def code(ptx: str) -> str:
 @pytest.mark.parametrize(("n", "k"), [(4096, 7168), (7168, 2048)])
 def test_the_first_gemm_has_the_machine_code_of_v1(n, k, monkeypatch, tmp_path) -> None:
     """The shipped kernel computes its rank in a cluster in a cluster of one, too: that apart."""
-    monkeypatch.setattr("moe_fp8.kernels.compile.OPTIONS", COMPILE)
+    monkeypatch.setattr("moe_fp8.kernels.compile.COMPILE_OPTIONS", COMPILE)
     monkeypatch.setenv("MOE_FP8_CACHE_DIR", "")
     monkeypatch.setattr(TileScheduler, "cta_in_cluster", lambda self: (Int32(0), Int32(0)))
     monkeypatch.chdir(tmp_path)

@@ -580,7 +580,7 @@ def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
     found = {key_of("combine")}
     for of, name, value in (
         (compiling.Tensor, "__init__", align_less),
-        (compiling, "OPTIONS", compiling.OPTIONS + " --opt-level 1"),
+        (compiling, "COMPILE_OPTIONS", compiling.COMPILE_OPTIONS + " --opt-level 1"),
         (compiling, "_host", lambda: "other machine"),
         (compiling, "_versions", lambda: ("other version",)),
         (compiling, "_source_digest", lambda *modules: "other sources"),
@@ -610,14 +610,14 @@ ARM = "processor\t: 0\nFeatures\t: fp\nCPU implementer\t: 0x41\nCPU part\t: 0xd4
 def test_the_machine_and_its_cpu_are_part_of_the_key(monkeypatch, tmp_path):
     """The host's code may use its instructions. Nothing counts that changes from one moment to the
     next; the host's name does where the CPU is unknown."""
-    monkeypatch.setattr(compiling, "CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(compiling, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
 
     def host(cpu: str | None, machine: str, old: str = "", new: str = "") -> str:
-        compiling.CPU.unlink(missing_ok=True)
+        compiling.CPU_INFO.unlink(missing_ok=True)
         if cpu is not None:
             assert old in cpu
-            compiling.CPU.write_text(cpu.replace(old, new) if old else cpu)
+            compiling.CPU_INFO.write_text(cpu.replace(old, new) if old else cpu)
         monkeypatch.setattr(compiling.platform, "machine", lambda: machine)
         return compiling._host.__wrapped__()
 

@@ -15,7 +15,7 @@ from .configs import LayerRules
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the rest of the package asks of an architecture."""
+    """An architecture, as the rest of the package asks for it."""
 
     gpus: str  # that it serves, for messages
     target: str  # the compiler's name of it

@@ -1,4 +1,16 @@
-"""Weighted sum over every token's local experts, in a fixed order."""
+"""Combines the rows of every token's local experts to its output, in a fixed order.
+
+The CTAs walk over the tokens, each for a part of the columns:
+
+    warps 0 to w - 1   sum: each thread owns 16 bytes of the CTA's columns
+    warp w             finds the rows and asks for this CTA's part of each, one bulk copy a row, as
+                       many ahead as the ring has stages
+
+They meet at a ring, `COMBINE_STAGES` deep, a row each:
+
+    full    the loading warp's arrival + the bytes of the copy; the note says whose row it is
+    empty   1 arrival a summing warp
+"""
 
 from typing import Any
 
@@ -11,20 +23,20 @@ from cutlass.cute.nvgpu import cpasync
 
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
-from .dsl import BYTES, SmemAllocator, alignment, load, vector
+from .dsl import ACCESS_BYTES, SmemAllocator, alignment, load, vector
 from .sync import arrivals, wait_for_previous
 
 MAX_SUM_THREADS = 128
 """Threads that sum; each owns 16 bytes of a row."""
 COMBINE_STAGES = 16
 """Rows in flight or at hand; docs/notes/fused.md compares numbers."""
-LAST = 1
+NOTE_LAST = 1
 """Note of a stage: the row is its token's last one."""
-EMPTY = 2
+NOTE_EMPTY = 2
 """Note of a stage: there is no row, the token has no local expert."""
 NOTE_BITS = 2
 """Bits of a note below the token."""
-END = -1
+NOTE_END = -1
 """The note after the last row."""
 
 
@@ -34,13 +46,7 @@ class Combine:
     The sum is in float32, slots in ascending order: the same in every run. A token without a local
     expert gets zeros.
 
-    The CTAs walk over the tokens, each for a part of the columns. One warp finds the rows and asks
-    for this CTA's part of each, one bulk copy a row, as many ahead as the pipeline has stages. The
-    other warps add them up. `grid = (ctas, column groups)`.
-
-    Pipeline, `COMBINE_STAGES` deep, a row each:
-      full   the loading warp's arrival + the bytes of the copy; the note says whose row it is
-      empty  1 arrival a summing warp
+    `grid = (ctas, column groups)`; warps and ring: this module's docstring.
 
     Args:
         hidden, top_k: of the layer.
@@ -50,10 +56,10 @@ class Combine:
     """
 
     ctas_per_multiprocessor = 16
-    """More than shared memory lets in at once (6): 1461 us rather than 1469."""
+    """More than shared memory lets in at once (6): docs/notes/fused.md."""
 
     def __init__(self, hidden: int, top_k: int, rows=BFloat16, zeros=True, pairs_known=False):
-        self.vector = BYTES * 8 // rows.width
+        self.vector = ACCESS_BYTES * 8 // rows.width
         if top_k >= WARP:
             raise ValueError(f"top_k={top_k}: expected less than {WARP}")
         self.hidden, self.top_k = hidden, top_k
@@ -95,9 +101,10 @@ class Combine:
 
         @cute.struct
         class SharedStorage:
-            barriers: memory[Int64, 2 * COMBINE_STAGES]
+            barriers: memory[Int64, 2 * COMBINE_STAGES]  # full and empty of every stage
             notes: memory[Int32, COMBINE_STAGES]
             weights: memory[Float32, COMBINE_STAGES]
+            # (columns, COMBINE_STAGES)
             parts: align[memory[self.rows, self.columns * COMBINE_STAGES], 128]
 
         storage = SmemAllocator().allocate(SharedStorage)
@@ -107,9 +114,10 @@ class Combine:
             producer_group=arrivals(),
             consumer_group=arrivals(self.warps),
         )
+        # (COMBINE_STAGES,) i32 and f32
         per_stage = cute.make_layout(COMBINE_STAGES)
         notes = storage.notes.get_tensor(per_stage), storage.weights.get_tensor(per_stage)
-        # (columns, stages): this CTA's part of a row
+        # (columns, COMBINE_STAGES): this CTA's part of a row
         sO = storage.parts.get_tensor(cute.make_layout((self.columns, COMBINE_STAGES)))
         if warp == self.warps:
             self._load(ring, sO, notes, o, pair_row, weights, first_column)
@@ -124,14 +132,14 @@ class Combine:
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, COMBINE_STAGES)
-        rows = cute.make_rmem_tensor(self.top_k, Int32)
-        scales = cute.make_rmem_tensor(self.top_k, Float32)
+        rows = cute.make_rmem_tensor(self.top_k, Int32)  # (top_k,) of this lane's token
+        scales = cute.make_rmem_tensor(self.top_k, Float32)  # (top_k,)
         if cutlass.const_expr(not self.pairs_known):
             wait_for_previous()
         # A lane looks at a token: 32 of them at once.
         for first in cutlass.range(cta, tokens, ctas * WARP, unroll=1):
             token = first + lane * ctas
-            slots = Int32(0)
+            slots = Int32(0)  # bit s: slot s has a local expert
             if token < tokens:
                 load(pair_row.iterator + token * self.top_k, rows)
                 load(weights.iterator + token * self.top_k, scales)
@@ -142,6 +150,7 @@ class Combine:
                 token < tokens if cutlass.const_expr(self.zeros) else slots != 0
             )
             if cutlass.const_expr(self.pairs_known):
+                # Must come before the first copy: the rows are the previous kernel's.
                 if first == cta:
                     wait_for_previous()
             while todo != 0:
@@ -151,17 +160,17 @@ class Combine:
                 left = cute.arch.shuffle_sync(slots, owner)
                 if cutlass.const_expr(self.zeros):
                     if left == 0:
-                        self._push(ring, state, sO, notes, note | EMPTY | LAST)
+                        self._push(ring, state, sO, notes, note | NOTE_EMPTY | NOTE_LAST)
                         state.advance()
                 for s in cutlass.range_constexpr(self.top_k):
                     if left & (1 << s):
                         row = cute.arch.shuffle_sync(rows[s], owner)
                         scale = cute.arch.shuffle_sync(scales[s], owner)
-                        is_last = Int32(LAST) if left >> s == 1 else Int32(0)
+                        is_last = Int32(NOTE_LAST) if left >> s == 1 else Int32(0)
                         part = o.iterator + Int64(row) * self.hidden + first_column
                         self._push(ring, state, sO, notes, note | is_last, scale, part)
                         state.advance()
-        self._push(ring, state, sO, notes, Int32(END))
+        self._push(ring, state, sO, notes, Int32(NOTE_END))
 
     @cute.jit
     def _push(self, ring, state, sO, notes, note: Int32, weight=None, part=None):
@@ -179,11 +188,11 @@ class Combine:
                 atom = cute.make_copy_atom(
                     cpasync.CopyBulkG2SOp(), self.rows, num_bits_per_copy=8 * size
                 )
-                layout = cute.make_layout(self.columns)
-                to = sO[None, state.index].iterator.align(BYTES)
+                layout = cute.make_layout(self.columns)  # (columns,)
+                to = sO[None, state.index].iterator.align(ACCESS_BYTES)
                 cute.copy(
                     atom,
-                    cute.make_tensor(part.align(BYTES), layout),
+                    cute.make_tensor(part.align(ACCESS_BYTES), layout),
                     cute.make_tensor(to, layout),
                     mbar_ptr=full,
                 )
@@ -194,14 +203,15 @@ class Combine:
         if cutlass.const_expr(not self.pairs_known):
             wait_for_previous()
         column = thread * self.vector
-        total = cute.make_rmem_tensor(self.vector, Float32)
+        total = cute.make_rmem_tensor(self.vector, Float32)  # (vector,): 16 bytes of a row
         total.fill(0.0)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, COMBINE_STAGES)
         ring.consumer_wait(state)
         note = Int32(notes[0][state.index])
-        while note != END:
-            row = cute.make_rmem_tensor(self.vector, self.rows)
-            if thread < self.threads and note & EMPTY == 0:
+        while note != NOTE_END:
+            row = cute.make_rmem_tensor(self.vector, self.rows)  # (vector,)
+            if thread < self.threads and note & NOTE_EMPTY == 0:
+                # (vector,) of the stage's (columns,)
                 part = cute.local_tile(sO[None, state.index], (self.vector,), (thread,))
                 cute.autovec_copy(part, row)
                 weight = Float32(notes[1][state.index])
@@ -210,11 +220,11 @@ class Combine:
             # Must come before the arrival, or ptxas moves that ahead of the reads, and the next
             # copy overwrites a row that is still being read. The copy is of another proxy, too.
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # must come before the arrival: one lane arrives for all
             if cute.arch.lane_idx() == 0:
                 ring.consumer_release(state)
-            if note & LAST:
-                rounded = cute.make_rmem_tensor(self.vector, BFloat16)
+            if note & NOTE_LAST:
+                rounded = cute.make_rmem_tensor(self.vector, BFloat16)  # (vector,)
                 rounded.store(total.load().to(BFloat16))
                 total.fill(0.0)
                 if thread < self.threads:

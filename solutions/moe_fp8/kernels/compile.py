@@ -22,10 +22,10 @@ from ..cache import KernelCache, cache_dir, import_closure
 
 ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
+COMPILE_OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
 DSL_VARIABLES = "CUTE_DSL_"
 """Beginning of the environment variables that the DSL reads; some of them change its output."""
-CPU = Path("/proc/cpuinfo")
+CPU_INFO = Path("/proc/cpuinfo")
 CPU_FIELDS = {
     *("vendor_id", "cpu family", "model", "flags"),  # x86
     *("CPU implementer", "CPU part", "Features"),  # Arm
@@ -33,7 +33,7 @@ CPU_FIELDS = {
 """Its lines that say which instructions a CPU has."""
 
 
-TYPES = {
+DSL_TYPES = {
     torch.float32: Float32,
     torch.bfloat16: BFloat16,
     torch.float8_e4m3fn: Float8E4M3FN,
@@ -116,7 +116,7 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
 
     def build() -> Any:
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        options = OPTIONS.format(arch=arch)
+        options = COMPILE_OPTIONS.format(arch=arch)
         return cute.compile(kernel(*parameters), *fakes(arguments), stream, options=options)
 
     directory = cache_dir()
@@ -145,7 +145,7 @@ def made_of(
         "kernel": kernel.__name__,
         "parameters": repr(named),
         "arguments": repr(tuple(arguments)),
-        "options": OPTIONS.format(arch=arch),
+        "options": COMPILE_OPTIONS.format(arch=arch),
         "host": _host(),
         "environment": repr(
             sorted(item for item in os.environ.items() if item[0].startswith(DSL_VARIABLES))
@@ -158,9 +158,9 @@ def made_of(
 
 
 def fakes(arguments: Sequence[Argument]) -> list[Any]:
-    """What the compiler is given in place of real arguments."""
+    """Return the compiler's stand-ins for real arguments."""
     extents: dict[Extent, Any] = {}
-    made: list[Any] = []
+    tensors: list[Any] = []
 
     def size_of(size: int | Extent) -> Any:
         if isinstance(size, int):
@@ -171,7 +171,7 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
 
     for argument in arguments:
         if not isinstance(argument, Tensor):
-            made.append(argument and argument.dtype(0))
+            tensors.append(argument and argument.dtype(0))
             continue
         shape = [size_of(size) for size in argument.shape]
         stride: list[Any] = [1]
@@ -179,12 +179,12 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
             stride.insert(0, size if stride[0] == 1 else stride[0] * size)
         if argument.strides is not None:
             stride = [size_of(size) for size in argument.strides]
-        made.append(
+        tensors.append(
             make_fake_tensor(
                 argument.dtype, tuple(shape), tuple(stride), assumed_align=argument.align
             )
         )
-    return made
+    return tensors
 
 
 def _load(path: Path) -> Any:
@@ -208,7 +208,7 @@ def _host() -> str:
     """The machine and its CPU, for which the host's part of a kernel is compiled; where nothing is
     known of the CPU, this host's name."""
     try:
-        first = CPU.read_text("utf-8", errors="replace").split("\n\n")[0]
+        first = CPU_INFO.read_text("utf-8", errors="replace").split("\n\n")[0]
     except OSError:
         first = ""
     fields = [[part.strip() for part in line.split(":", 1)] for line in first.splitlines()]

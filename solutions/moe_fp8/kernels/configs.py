@@ -21,12 +21,13 @@ WARPGROUP_WARPS = 4
 """Warps of a warpgroup."""
 SMEM_BYTES = 227 * 1024
 """Shared memory of one CTA, on Hopper and on Blackwell."""
-REGISTERS = 64 * 1024 // WARPGROUP
-"""Registers that one thread of each warpgroup of a CTA may have together."""
+CTA_REGISTERS = 64 * 1024
+"""Registers of one CTA. Each of its warpgroups takes 128 of them for every register of a thread."""
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
-MAX_REGISTERS = 240
-"""Registers of a consumer thread. 232, the usual choice, made 128x192 tiles 2 % slower (H200)."""
+MAX_CONSUMER_REGISTERS = 240
+"""Registers of a consumer thread: more than the usual 232, for 128x192 tiles were slower with them
+(docs/notes/gemm_sm90.md)."""
 MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
@@ -190,8 +191,8 @@ class GemmConfig:
     @property
     def consumer_registers(self) -> int:
         """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
-        left = REGISTERS - self.producer_warpgroups * PRODUCER_REGISTERS
-        return min(MAX_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
+        left = CTA_REGISTERS // WARPGROUP - self.producer_warpgroups * PRODUCER_REGISTERS
+        return min(MAX_CONSUMER_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
 
     @property
     def stage_readers(self) -> int:
@@ -427,7 +428,7 @@ class GemmConfigSm100(GemmConfig):
         return self.consumer_warpgroups * self.tile_m * STAGED_COLUMNS * 2
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm100":
-        """As `GemmConfigSm90.with_swiglu`. Few tiles are divided among pairs of CTAs."""
+        """Return this config with SwiGLU, as on Hopper. Pairs of CTAs share few tiles."""
         pair = few and self.swap_ab
         tile: dict[str, Any] = {"tile_n": BLOCK, "cluster_n": 2} if pair else {"tile_n": 2 * BLOCK}
         return replace(self, **tile, quantises=terms, stages=0, accumulators=0)
@@ -439,7 +440,7 @@ class GemmConfigSm100(GemmConfig):
 
 
 class LayerRules(NamedTuple):
-    """How the fused layer changes the configs that an architecture's heuristic picks for a GEMM.
+    """The fused layer's changes to the configs that an architecture's heuristic picks for a GEMM.
 
     With few rows (`swap_ab`):
     - Both GEMMs have `stages` stages. So deep a pipeline leaves no room for a CTA of GEMM2 until

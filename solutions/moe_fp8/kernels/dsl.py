@@ -17,11 +17,11 @@ except ModuleNotFoundError:  # before 4.8
     from cutlass.utils import LayoutEnum, SmemAllocator  # type: ignore[no-redef,assignment]
 
 __all__ = ["LayoutEnum", "SmemAllocator", "alignment", "copy_async", "load", "vector"]
-NEEDED = {"nvidia-cutlass-dsl": ("4.6.2", "4.9"), "apache-tvm-ffi": ("0.1.10", None)}
+NEEDED_VERSIONS = {"nvidia-cutlass-dsl": ("4.6.2", "4.9"), "apache-tvm-ffi": ("0.1.10", None)}
 """First version that the tests have passed with, and the first one that is not allowed."""
-BYTES = 16
+ACCESS_BYTES = 16
 """Bytes of the widest access."""
-BF16_VECTOR, E4M3_VECTOR = BYTES // 2, BYTES
+BF16_VECTOR, E4M3_VECTOR = ACCESS_BYTES // 2, ACCESS_BYTES
 """Elements of the widest access."""
 
 
@@ -30,22 +30,23 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", version)[0])))  # type: ignore[index]
 
 
-def unmet(package: str, found: str) -> str:
+def unmet(package: str, version: str) -> str:
     """Return what is wrong with a version, empty if nothing is."""
-    first, before = NEEDED[package]
-    if release(first) <= release(found) and (before is None or release(found) < release(before)):
+    first, before = NEEDED_VERSIONS[package]
+    number = release(version)
+    if release(first) <= number and (before is None or number < release(before)):
         return ""
-    return f"needs {package} >= {first}{f', < {before}' if before else ''}, found {found}"
+    return f"needs {package} >= {first}{f', < {before}' if before else ''}, found {version}"
 
 
-for package in NEEDED:
+for package in NEEDED_VERSIONS:
     if wrong := unmet(package, importlib.metadata.version(package)):
         raise ImportError(wrong)
 
 
 def alignment(count: int, width: int = 32) -> int:
     """Return the bytes of the widest access that divides `count` values of `width` bits."""
-    return math.gcd(BYTES, count * width // 8)
+    return math.gcd(ACCESS_BYTES, count * width // 8)
 
 
 def vector(start: cute.Pointer, count: int) -> cute.Tensor:
@@ -67,7 +68,7 @@ def load(source: cute.Pointer, values: cute.Tensor) -> None:
 def copy_async(source: cute.Pointer, to: cute.Pointer, count: int) -> None:
     """Start a thread's cp.async of `count` values, 4, 8 or 16 bytes, to shared memory."""
     size = count * source.dtype.width // 8
-    around_l1 = size == BYTES  # smaller copies cannot bypass L1
+    around_l1 = size == ACCESS_BYTES  # smaller copies cannot bypass L1
     cache = cpasync.LoadCacheMode.GLOBAL if around_l1 else cpasync.LoadCacheMode.ALWAYS
     atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cache), source.dtype, num_bits_per_copy=8 * size

@@ -1,10 +1,17 @@
-"""The epilogue of the grouped GEMM: what becomes of a tile's float32 sums.
+"""The epilogue of the grouped GEMM: rounds or activates a tile's float32 sums and stores them.
 
 A GEMM calls three hooks of its epilogue:
 
     output   in the host function: makes the kernel's view of the output
     staging  in the kernel, by all threads: makes the view of the epilogue's shared memory
     store    by all threads of a consumer warpgroup: writes its part of a tile
+
+`store` runs in the warps that hold the sums, between two tiles, while the loading warps fill stages
+for the next tile. What it stages:
+
+    StoreBf16        sums -> bf16, staged by stmatrix -> TMA, or row by row at an expert's end
+    StoreRegisters   sums -> global memory, nothing staged
+    SwigluEpilogue   sums -> SwiGLU -> FP8 terms, staged -> 16 bytes a thread
 
 The plain stores and the part of SwiGLU that both architectures share are here; the rest is in
 `epilogue_sm90` and `epilogue_sm100`.
@@ -31,8 +38,8 @@ from .tiles import Tile
 class TilePart(NamedTuple):
     """A consumer thread's part of a tile.
 
-    `thread` is passed on and not read again: reading it again made ptxas spill 144 bytes of the
-    sums of 192x128 tiles.
+    `thread` is passed on and must not be read from threadIdx again, or ptxas spills sums of 192x128
+    tiles (docs/notes/gemm_sm90.md).
     """
 
     tile: Tile  # with at least one row in the warpgroup's part
@@ -54,8 +61,9 @@ class Output(NamedTuple):
 class Staging(NamedTuple):
     """The staging buffer of a CTA: written as the accumulator lies, read as rows of the output."""
 
-    accumulator: cute.Tensor  # (tile_m, tile_n) bf16, with swap_ab (tile_n, tile_m)
-    rows: cute.Tensor  # (warpgroup, part, row, 64 columns) bf16
+    # ((8, tile_m / 8), (64, tile_n / 64)) bf16, with swap_ab ((64, tile_n / 64), (8, tile_m / 8))
+    accumulator: cute.Tensor
+    rows: cute.Tensor  # (consumer warpgroups, staged_parts, staged_rows, 64) bf16, the same memory
 
 
 class StoreBf16:
@@ -76,16 +84,18 @@ class StoreBf16:
     def output(self, out: cute.Tensor) -> Output:
         """Make the views of `out` (rows, n) bf16."""
         box = (self.acc_map.staged_rows, EPILOGUE_N)
+        # ((8, staged_rows / 8), (64, 1), (1, 1))
         smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, box, 1)
-        one_stage = cute.slice_(smem, (None, None, 0))
+        one_stage = cute.slice_(smem, (None, None, 0))  # ((8, staged_rows / 8), (64, 1))
         op = cpasync.CopyBulkTensorTileS2GOp()
         return Output(TmaTensor(*cpasync.make_tiled_tma_atom(op, out, one_stage, box)), out)
 
     def staging(self, buffer) -> Staging:
-        layout = self.acc_map.staging_layout()
+        layout = self.acc_map.staging_layout()  # as `Staging.accumulator`
         rows, parts = self.acc_map.staged_rows, self.acc_map.staged_parts
         part = rows * EPILOGUE_N
         to_warpgroup, to_part = self.acc_map.staging_blocks()
+        # (consumer warpgroups, staged_parts, staged_rows, 64)
         by_rows = cute.make_layout(
             (self.config.consumer_warpgroups, parts, rows, EPILOGUE_N),
             stride=(to_warpgroup * part, to_part * part, EPILOGUE_N, 1),
@@ -105,22 +115,29 @@ class StoreBf16:
             barrier_id=NamedBarrierId.STAGING + warpgroup, num_threads=WARPGROUP
         )
         if local == 0:
+            # TMA has read the last tile's rows; the barrier below tells the other threads.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         to_smem = self.acc_map.staged_copy(tiled_mma, thread)
+        # ((values of an stmatrix, 1), 1, stmatrix): the values are (2, 2, 2), of four 8x8 matrices,
+        # or (2, 2), of two. On Blackwell ((1, tile_m), 1, 1).
         rD = cute.make_rmem_tensor(cute.shape(to_smem.partition_S(staging.accumulator)), BFloat16)
+        # (values of a thread,): in the order of `acc` and of rD
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in cutlass.range(cute.size(acc), unroll_full=True):
             rD[i] = BFloat16(flat_acc[i])
         # Must come before the copy, or it overwrites what TMA still reads of the last tile.
         barrier.arrive_and_wait()
+        # On Hopper to ((8, 1), 1, stmatrix): a thread gives the address of 8 bf16 side by side.
         cute.copy(to_smem, rD, to_smem.partition_D(staging.accumulator))
         # Must come before TMA's store, or TMA, another proxy, may read old data.
         cute.arch.fence_proxy("async.shared", space="cta")
+        # Must come before the stores, which read what the other threads have staged.
         barrier.arrive_and_wait()
 
         first_token = self.acc_map.first_token(warpgroup)
         valid = tile.rows - first_token
         row = tile.row + first_token
+        # TMA would also write the rows behind an expert's end, which are another expert's.
         if valid >= self.acc_map.staged_rows:
             if local == 0:
                 self._store_by_tma(output, staging, tile, row, warpgroup)
@@ -130,11 +147,12 @@ class StoreBf16:
 
     def _store_by_tma(self, output, staging, tile: Tile, row, warpgroup) -> None:
         c = self.config
-        g_rows = cute.domain_offset((row, 0), output.tma.coordinates)
+        g_rows = cute.domain_offset((row, 0), output.tma.coordinates)  # (rows, n), from `row` on
         box = (self.acc_map.staged_rows, EPILOGUE_N)
         for part in range(self.acc_map.staged_parts):
             column = tile.n_tile * c.tile_n + self.acc_map.first_column(warpgroup, part)
             gD = cute.local_tile(g_rows, box, (0, column // EPILOGUE_N))  # (staged_rows, 64)
+            # ((staged_rows * 64, 1)) and (((64, staged_rows), 1))
             tDsD, tDgD = cpasync.tma_partition(
                 output.tma.atom,
                 0,
@@ -156,6 +174,7 @@ class StoreBf16:
                 inside = tile.n_tile * tile_n + column < self.n
             for r in cutlass.range(local // 8, valid, WARPGROUP // 8, unroll=1):
                 if inside:
+                    # (8,): 16 bytes
                     source = cute.local_tile(
                         staging.rows[warpgroup, part, r, None], (BF16_VECTOR,), (local % 8,)
                     )
@@ -201,6 +220,7 @@ class StoreRegisters:
                 inside = inside and column < self.n
             if inside:
                 target = first + Int64(token) * self.n + column
+                # (width,): columns that lie side by side in the output
                 values = cute.make_tensor(acc.iterator + v, cute.make_layout(width))
                 if cutlass.const_expr(output.element_type is BFloat16):
                     rounded = cute.make_rmem_tensor(width, BFloat16)
@@ -261,7 +281,7 @@ class SwigluEpilogue:
 
     def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
         """Return the staged rows (rows, columns, terms) e4m3, which begin at `base`."""
-        shape = (self.rows, self.columns, self.terms)
+        shape = (self.rows, self.columns, self.terms)  # 64 columns on Hopper, 128 on Blackwell
         stride = (self.pitch, 1, self.rows * self.pitch)
         return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
 
@@ -309,6 +329,7 @@ class SwigluEpilogue:
     def _announce_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
         """Tell the next kernel, if it asked, that this CTA's part of a tile is stored."""
         if cutlass.const_expr(output.counts is not None):
+            # Must come before the announcement, or it counts rows that other threads still store.
             barrier.arrive_and_wait()
             if thread == 0:
                 self._announce_rows(output, tile, 0, self.rows)

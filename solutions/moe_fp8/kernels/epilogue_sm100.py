@@ -1,5 +1,12 @@
-"""Epilogues on Blackwell: the bfloat16 store of a warp, SwiGLU and FP8. See `epilogue` for
-hooks."""
+"""Epilogues on Blackwell: store a tile's sums, rounded to bfloat16 or as FP8 values after SwiGLU.
+
+The consumer warps run them, as the `store` hook of `epilogue`. A thread has one row of the
+accumulator.
+
+    StoreByWarp               each warp stages and stores its 32 rows alone
+    SwigluEpilogueSm100       all consumer warps: maxima, then FP8 terms through shared memory
+    SwigluPairEpilogueSm100   the same by two CTAs, which first send each other half of their sums
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +16,7 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 
 from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
-from .dsl import BF16_VECTOR, BYTES, load, vector
+from .dsl import ACCESS_BYTES, BF16_VECTOR, load, vector
 from .epilogue import Quantised, SwigluEpilogue, TilePart
 from .swiglu import Activation, block_scale, divide
 from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
@@ -43,6 +50,7 @@ class StoreByWarp:
     def staging(self, buffer) -> cute.Tensor:
         """Return the staging buffer (32 rows * 32 columns, warps) bf16."""
         warps = self.config.consumer_warps
+        # (1024, consumer warps)
         return buffer.get_tensor(cute.make_layout((WARP * STAGED_COLUMNS, warps)))
 
     @cute.jit
@@ -50,18 +58,19 @@ class StoreByWarp:
         """Write the valid rows of this warp's part; see `StoreBf16.store`."""
         tile, warpgroup, thread, _ = part
         c, lane = self.config, thread % WARP
-        mine = staging[None, thread // WARP].iterator
+        mine = staging[None, thread // WARP].iterator  # (32 rows * 32 columns,) of this warp
         first_row = thread % UMMA_M // WARP * WARP
         first_column = tile.n_tile * c.tile_n + warpgroup * c.consumer_columns
+        # (8, 4): 4 pieces of 16 bytes, 32 columns of this thread's row
         rounded = cute.make_rmem_tensor((BF16_VECTOR, STAGED_PIECES), BFloat16)
         for first in cutlass.range_constexpr(0, c.consumer_columns, STAGED_COLUMNS):
             for i in cutlass.range_constexpr(STAGED_COLUMNS):
                 rounded[i] = BFloat16(acc[first + i])
-            cute.arch.sync_warp()  # what was staged before has been read
+            cute.arch.sync_warp()  # must come before the writes: all have read the last columns
             for piece in cutlass.range_constexpr(STAGED_PIECES):
                 to = vector(mine + self._place(lane, piece), BF16_VECTOR)
                 cute.autovec_copy(rounded[None, piece], to)
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # must come before the reads of what other lanes staged
             column = first_column + first + lane % STAGED_PIECES * BF16_VECTOR
             inside = Boolean(True)
             if cutlass.const_expr(self.ragged_n):
@@ -82,8 +91,9 @@ class SwigluStagingSm100(NamedTuple):
     """A CTA's staging buffer. Maxima are kept as int bits: floats that are not negative order like
     integers."""
 
-    rows: cute.Tensor  # (rows, 128, terms) e4m3
-    amax: cute.Tensor  # (groups, rows) i32: of a warpgroup's or, with swap_ab, a warp's columns
+    rows: cute.Tensor  # (rows, 128, terms) e4m3, rows 144 bytes apart
+    # (column_groups, tile_m) i32: of a warpgroup's or, with swap_ab, a warp's columns
+    amax: cute.Tensor
 
 
 class SwigluEpilogueSm100(SwigluEpilogue):
@@ -105,6 +115,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
     def staging(self, buffer) -> Any:
         base, rows = buffer.data_ptr(), self.config.tile_m
         amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
+        # (column_groups, tile_m)
         by_group = cute.make_layout((self.column_groups, rows), stride=(rows, 1))
         return SwigluStagingSm100(self.staged_rows(base), cute.make_tensor(amax, by_group))
 
@@ -127,6 +138,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
     @cute.jit
     def _store_staged(self, output: Quantised, staging, tile, thread, barrier):
         """Store the rows that all threads have staged."""
+        # Must come before the stores, which read what other threads have staged.
         barrier.arrive_and_wait()
         threads = self.warps * WARP
         for p in cutlass.range(thread, self.rows * self.pieces, threads, unroll=1):
@@ -139,7 +151,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         tile, warpgroup, thread, _ = part
         row = thread % UMMA_M
         columns = self.config.interleave
-        c = cute.make_rmem_tensor(columns, Float32)
+        c = cute.make_rmem_tensor(columns, Float32)  # (64 columns,) of one row
         amax = cute.make_rmem_tensor(1, Float32)
         bits = cute.recast_tensor(amax, Int32)
         amax[0] = Float32(0.0)
@@ -147,17 +159,19 @@ class SwigluEpilogueSm100(SwigluEpilogue):
             c[j] = self.activated(acc, j, columns + j)
             amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
         staging.amax[warpgroup, row] = bits[0]
-        barrier.arrive_and_wait()  # and all have stored the rows that were staged before
+        # Must come before `_largest`, which reads the other warpgroup's maxima, and before the
+        # writes below: all have stored the rows that were staged before.
+        barrier.arrive_and_wait()
         bits[0] = self._largest(staging, row)
         scale = block_scale(amax[0], self.activation.ue8m0)
         if warpgroup == 0 and row < tile.rows:
             output.scale[tile.n_tile, tile.row + row] = scale
         divide(c, scale)
-        quantised = cute.make_rmem_tensor(columns, Float8E4M3FN)
+        quantised = cute.make_rmem_tensor(columns, Float8E4M3FN)  # (64,)
         for t in cutlass.range_constexpr(self.terms):
             self._next_term(c, quantised, t)
             target = self._staged(staging, row, t) + warpgroup * columns
-            to = cute.make_tensor(target.align(BYTES), cute.make_layout(columns))
+            to = cute.make_tensor(target.align(ACCESS_BYTES), cute.make_layout(columns))
             cute.autovec_copy(quantised, to)
 
     @cute.jit
@@ -165,7 +179,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         """Stage where tokens are accumulator columns: a thread has one column of the result, of all
         tokens."""
         warp, tokens = thread // WARP, self.rows
-        c = cute.make_rmem_tensor(tokens, Float32)
+        c = cute.make_rmem_tensor(tokens, Float32)  # (rows,) of one column, as the next three
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
@@ -174,7 +188,8 @@ class SwigluEpilogueSm100(SwigluEpilogue):
             bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
             if thread % WARP == i % WARP:
                 staging.amax[warp, i] = bits[i]
-        barrier.arrive_and_wait()  # and all have stored the rows that were staged before
+        # As in `_stage_row`.
+        barrier.arrive_and_wait()
         for i in cutlass.range_constexpr(tokens):
             bits[i] = self._largest(staging, Int32(i))
             amax[i] = block_scale(amax[i], self.activation.ue8m0)
@@ -191,10 +206,11 @@ class SwigluEpilogueSm100(SwigluEpilogue):
 class SwigluPairStaging(NamedTuple):
     """`SwigluStagingSm100`, and what the other CTA sends."""
 
-    rows: cute.Tensor
-    amax: cute.Tensor
-    theirs: cute.Tensor  # (tokens, 128, buffers) i32: bits of the other CTA's sums
-    arrived: cute.Pointer  # mbarriers (buffers,) of `theirs`
+    rows: cute.Tensor  # (tile_m / 2, 128, terms) e4m3
+    amax: cute.Tensor  # (consumer warps, tile_m) i32, of which tile_m / 2 are used
+    # (tile_m / 2, 128, PAIR_BUFFERS) i32: bits of the other CTA's sums
+    theirs: cute.Tensor
+    arrived: cute.Pointer  # (PAIR_BUFFERS,) mbarriers of `theirs`
 
 
 class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
@@ -218,8 +234,8 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
     def staging(self, buffer) -> SwigluPairStaging:
         """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, amax = super().staging(buffer)
-        theirs = (amax.iterator + cute.size(amax)).align(BYTES)
-        layout = cute.make_layout((self.rows, UMMA_M, PAIR_BUFFERS))
+        theirs = (amax.iterator + cute.size(amax)).align(ACCESS_BYTES)
+        layout = cute.make_layout((self.rows, UMMA_M, PAIR_BUFFERS))  # (tile_m / 2, 128, 2)
         return SwigluPairStaging(
             rows,
             amax,
@@ -232,6 +248,7 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
         """Write the valid rows of this CTA's half of a tile; see `StoreBf16.store`."""
         tile, _, thread, stored = part
         second = tile.n_tile % 2
+        # (tile_m / 2,) each: this CTA's sums of the tokens that it makes, and of the others
         mine = cute.make_rmem_tensor(self.rows, Float32)
         theirs = cute.make_rmem_tensor(self.rows, Float32)
         for i in cutlass.range_constexpr(self.rows):
@@ -242,12 +259,13 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
         received = staging.theirs[None, thread, stored % PAIR_BUFFERS].iterator
         if thread == 0:
             announce_to_other(arrived, 4 * self.rows * UMMA_M)
-        bits = cute.recast_tensor(theirs, Int32)
+        bits = cute.recast_tensor(theirs, Int32)  # (tile_m / 2,)
         for i in cutlass.range_constexpr(0, self.rows, 4):
             four = tuple(bits[i + j] for j in range(4))
-            send_to_other((received + i).align(BYTES), four, arrived)
+            send_to_other((received + i).align(ACCESS_BYTES), four, arrived)
         cute.arch.mbarrier_wait(arrived, phase)
-        load(received, bits)
+        load(received, bits)  # now the other CTA's sums of the tokens that this CTA makes
+        # (tile_m,): the sums over the weights' first half, then over the second half
         sums = cute.make_rmem_tensor(2 * self.rows, Float32)
         for i in cutlass.range_constexpr(self.rows):
             both = mine[i], theirs[i]

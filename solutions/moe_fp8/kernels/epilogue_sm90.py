@@ -1,4 +1,14 @@
-"""GEMM1's epilogue on Hopper: SwiGLU and FP8 of a tile's sums. See `epilogue` for its hooks."""
+"""GEMM1's epilogue on Hopper: makes FP8 values of a tile's sums by SwiGLU and stores them.
+
+All consumer warps run it, as the `store` hook of `epilogue`. The two CTAs of a cluster have 64
+columns of the 128 that share a scale, so they exchange the rows' maxima:
+
+    activate     c = silu(gate) * up, in registers; maxima of this CTA's columns
+    send         maxima to the other CTA's `theirs`, by st.async (`PairExchange`)
+    wait         for the other CTA's maxima; scale = maximum / 448
+    stage        q = fp8(c / scale), each term, to shared memory
+    store        16 bytes a thread to global memory; announce the rows to GEMM2
+"""
 
 from typing import Any, NamedTuple
 
@@ -18,10 +28,10 @@ class SwigluStagingSm90(NamedTuple):
     """A CTA's staging buffer. Maxima are kept as int bits: floats that are not negative order like
     integers."""
 
-    rows: cute.Tensor  # (tile_m, 64, terms) e4m3
-    amax: cute.Tensor | None  # (warps, tile_m) i32: of a warp's columns; with swap_ab only
-    theirs: cute.Tensor  # (buffers, tile_m) i32: of the other CTA's columns
-    arrived: cute.Pointer  # mbarriers (buffers, waits) of `theirs`
+    rows: cute.Tensor  # (tile_m, 64, terms) e4m3, rows 80 bytes apart
+    amax: cute.Tensor | None  # (consumer warps, tile_m) i32: of a warp's columns; with swap_ab only
+    theirs: cute.Tensor  # (PAIR_BUFFERS, tile_m) i32: of the other CTA's columns
+    arrived: cute.Pointer  # (PAIR_BUFFERS, waits) mbarriers of `theirs`
 
 
 class SwigluEpilogueSm90(SwigluEpilogue):
@@ -52,8 +62,10 @@ class SwigluEpilogueSm90(SwigluEpilogue):
     def staging(self, buffer) -> SwigluStagingSm90:
         """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
+        # One after the other: staged rows, amax, theirs, mbarriers.
         amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
         theirs = amax + rows * self.column_groups
+        # (consumer warps, tile_m)
         by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return SwigluStagingSm90(
             self.staged_rows(base),
@@ -65,6 +77,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
     @cute.jit
     def store(self, output: Quantised, staging, tiled_mma, acc, part: TilePart):
         """Write the valid rows of this warpgroup's part; see `StoreBf16.store`."""
+        # (values of a thread,), see `AccumulatorSm90`
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         if cutlass.const_expr(self.config.swap_ab):
             self._store_columns(output, staging, sums, part)
@@ -75,14 +88,15 @@ class SwigluEpilogueSm90(SwigluEpilogue):
     def _store_rows(self, output: Quantised, staging, sums, part: TilePart):
         """Store where tokens are accumulator rows: a warp has 16 of them with all 64 columns.
 
-        A thread holds rows r = 0, 1 (eight apart), and of each pairs of columns eight apart.
+        A thread has rows r = 0, 1 (eight apart), and of each pairs of columns eight apart.
         """
         tile, warpgroup, thread, stored = part
         lane = thread % WARP
         first = thread // WARP * 16
         pairs = self.columns // 8
-        c = cute.make_rmem_tensor((2, pairs, 2), Float32)  # (column of a pair, pair, row)
-        amax = cute.make_rmem_tensor(2, Float32)
+        # (column of a pair, pair, row) = (2, 8, 2)
+        c = cute.make_rmem_tensor((2, pairs, 2), Float32)
+        amax = cute.make_rmem_tensor(2, Float32)  # (2 rows,)
         for r in cutlass.range_constexpr(2):
             amax[r] = Float32(0.0)
             for j in cutlass.range_constexpr(pairs):
@@ -90,12 +104,13 @@ class SwigluEpilogueSm90(SwigluEpilogue):
                     v = i + 2 * r + 4 * j
                     c[i, j, r] = self.activated(sums, v, v + 4 * pairs)
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
+            # Four lanes have the 64 columns of a row.
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
-        theirs = staging.theirs[stored % PAIR_BUFFERS, None]
+        theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
         arrived, phase = self.exchange.of_tile(staging.arrived, stored, warpgroup)
         if lane == 0:
-            announce_to_other(arrived, 16 * 4)
-        bits = cute.recast_tensor(amax, Int32)
+            announce_to_other(arrived, 16 * 4)  # the maxima of this warp's 16 rows
+        bits = cute.recast_tensor(amax, Int32)  # (2 rows,)
         for r in cutlass.range_constexpr(2):
             if lane % 4 == 0:
                 place = theirs.iterator + first + lane // 4 + 8 * r
@@ -105,7 +120,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             row = first + lane // 4 + 8 * r
             bits[r] = cutlass.max(bits[r], theirs[row])
             scale = block_scale(amax[r], self.activation.ue8m0)
-            quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)
+            quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)  # (column of a pair, pair)
             divide(c[None, None, r], scale)
             for t in cutlass.range_constexpr(self.terms):
                 self._next_term(c[None, None, r], quantised, t)
@@ -116,7 +131,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
                     )
             if lane % 4 == 0 and row < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + row] = scale
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # must come before the stores, which read what other lanes staged
         for i in cutlass.range_constexpr(16 * self.pieces // WARP):
             p = i * WARP + lane
             self._store_piece(output, staging, tile, first + p // self.pieces, p % self.pieces)
@@ -134,22 +149,24 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         threads, rows = self.warps * WARP, self.config.tile_m
         tokens = rows // 4
         barrier = pipeline.NamedBarrier(barrier_id=NamedBarrierId.STAGING, num_threads=threads)
-        c = cute.make_rmem_tensor(tokens, Float32)
+        c = cute.make_rmem_tensor(tokens, Float32)  # (tile_m / 4 tokens,), as the next three
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
             c[i] = self.activated(sums, v, v + 2)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
+            # The eight lanes with equal lane % 4 have a token's 8 columns of this warp.
             for distance in cutlass.range_constexpr(2, 5):
                 other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
                 amax[i] = cute.arch.fmax(amax[i], other)
             if lane < 4:
                 staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]
-        theirs = staging.theirs[stored % PAIR_BUFFERS, None]
+        theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
         arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
         if thread == 0:
             announce_to_other(arrived, rows * 4)
+        # Must come before `_largest`, which reads the maxima of all warps.
         barrier.arrive_and_wait()
         if thread < rows:
             send_to_other(theirs.iterator + thread, self._largest(staging, thread), arrived)
@@ -169,6 +186,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             for i in cutlass.range_constexpr(tokens):
                 token = self.acc_map.token(i, thread)
                 staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
+        # Must come before the stores, which read what all warps have staged.
         barrier.arrive_and_wait()
         for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
             self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)

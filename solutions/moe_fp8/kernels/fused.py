@@ -29,7 +29,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..call import BLOCK, TMA_ROWS, Form, MoeShape, round_up
 from .combine import Combine
-from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
+from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
 from .gemm_load import ZeroTokens
 from .gemm_sm90 import GemmSm90
@@ -40,14 +40,14 @@ from .swiglu import Activation, QuantisedTokens
 from .sync import Ready
 from .tiles import max_ctas
 
-GEMMS: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
+GEMM_CLASSES: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
 """The GEMM by the type of its config: the architecture."""
 O_TYPES = {1: BFloat16, 2: Float32}
 """Type of GEMM2's rows by the FP8 terms of the intermediate. Two terms make it as accurate as
 bfloat16, so rounding a pair's row would cost more than they gain."""
 TILE_COUNTERS = 2
 """Counters of tiles on demand, one for each GEMM."""
-ALIGN = 256
+WORKSPACE_ALIGN = 256
 """The parts of the workspace begin at multiples of it, in bytes."""
 
 # --- workspace ----------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def offsets(parts: Any) -> tuple[Any, Any]:
         dtype, extents = part
         # Multiplied in the order of the extents: the product of the first decides the type.
         elements = functools.reduce(operator.mul, extents)
-        at = at + round_up(elements * dtype.width // 8, ALIGN)
+        at = at + round_up(elements * dtype.width // 8, WORKSPACE_ALIGN)
     return type(parts)(*starts), at
 
 
@@ -246,7 +246,8 @@ class ExpertGemms:
         self.local, self.num_sms = local, num_sms
         # A GEMM2 that runs beside GEMM1 asks for tiles, because some of its CTAs start earlier.
         self.hands_over = config2.dynamic
-        gemm, activation = GEMMS[type(config1)], Activation(shape.swiglu, gate_first, shape.ue8m0)
+        gemm = GEMM_CLASSES[type(config1)]
+        activation = Activation(shape.swiglu, gate_first, shape.ue8m0)
         self.gemm1 = gemm(config1, 2 * i, h, local, activation=activation, **rows)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
 
@@ -384,7 +385,7 @@ def describe_fused(
     form = form or Form.usual(shape)
     local, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
-    scale, align = TYPES[form.weight_scale], form.weight_scale.itemsize
+    scale, align = DSL_TYPES[form.weight_scale], form.weight_scale.itemsize
     weights = (
         Tensor(Float8E4M3FN, (local, 2 * i, h)),
         Tensor(scale, (local, 2 * i // BLOCK, h // BLOCK), align),
@@ -394,7 +395,7 @@ def describe_fused(
     parameters = (shape, config1, config2, num_sms, form.gate_first)
     arguments: tuple[Argument, ...]
     if form.batched:
-        x, x_scale = Tensor(TYPES[form.x], (local, tokens, h)), None
+        x, x_scale = Tensor(DSL_TYPES[form.x], (local, tokens, h)), None
         if form.has_scales:
             strides = tuple(Extent(f"{what} stride") for what in ("expert", "token", "block"))
             x_scale = Tensor(Float32, (local, tokens, h // BLOCK), 4, strides)

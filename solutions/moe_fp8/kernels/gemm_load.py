@@ -1,8 +1,6 @@
-"""The producer half of the grouped GEMM: the warps that fill the stages of shared memory.
+"""The producer half of the grouped GEMM: fills the stages of shared memory that the MMA reads.
 
-Hopper and Blackwell load alike, so both kernels share this file. The consumer half, which empties
-the stages, is `gemm_sm90` and `gemm_sm100`. The two halves meet at `ab_pipeline`, one stage a K
-block, and nowhere else. A K block has, for a tile,
+Hopper and Blackwell load alike, so both kernels share this file. A K block has, for a tile,
 
     A     tile_m rows of 128 e4m3 values (tokens), once for each FP8 term
     SFA   their scales, one float32 a row
@@ -14,6 +12,17 @@ The warps of warpgroup 0:
     1    B, by TMA
     2    the tile scheduler, where the schedule is dynamic
     3    a side job that has nothing to do with the GEMM, where it does not load
+
+The consumer half, which empties the stages, is `gemm_sm90` and `gemm_sm100`. The two halves meet at
+`ab_pipeline`, one stage a K block, and nowhere else. For stage s:
+
+    warp 0                         warp 1                         consumers
+    wait for empty[s]              wait for empty[s]              wait for full[s]
+    expect A's bytes at full[s]    expect B's bytes at full[s]    read the stage
+    copy A and SFA to s            copy B to s                    arrive at empty[s]
+
+On Blackwell (`split_sfa`) warp 5 loads SFA into a pipeline of its own, because consumers read SFA
+after the MMA has given the stage back.
 
 In a cluster each CTA loads its share of the A tile for the CTAs in its row (cluster_n) and its
 share of the B tile for those in its column (cluster_m). Multicast writes a share to all of them.
@@ -51,11 +60,11 @@ B_WARP = 1
 SCHEDULER_WARP = 2
 SIDE_JOB_WARP = A_WARPS[-1]
 """It is free, because with a side job only one warp loads A."""
-SLICE = 64
+SLICE_ROWS = 64
 """Rows of a slice: a consumer warpgroup's part of a tile where tokens are the MMA's rows."""
 SWIZZLE_ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
-CHUNK = 16
+CP_ASYNC_VALUES = 16
 """e4m3 values of one cp.async, and of one piece of the 128-byte swizzle."""
 EVICT_FIRST = 0x12F0000000000000
 """The L2 cache policy of that name (createpolicy.fractional.L2::evict_first) as a constant."""
@@ -64,7 +73,7 @@ MMA_CTAS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
 
 
 class StageCounts(NamedTuple):
-    """What completes a phase of the two mbarriers of a stage."""
+    """The arrivals and bytes that complete a phase of the two mbarriers of a stage."""
 
     # Arrivals on `full`: of the warps that load A, and one expect-tx for B. CTAs that share an MMA
     # all arrive on the first CTA's barrier.
@@ -86,16 +95,15 @@ class TmaTensor(NamedTuple):
 class SharedOperands(NamedTuple):
     """The operands in a CTA's shared memory."""
 
-    sA: cute.Tensor  # (tile_m, 128, stages * terms) e4m3, swizzled
+    sA: cute.Tensor  # ((8, tile_m / 8), (128, 1), (1, stages * terms)) e4m3, swizzled
     sSFA: cute.Tensor  # (sfa_rows, 1, sfa_stages) f32
-    sB: cute.Tensor  # (b_rows, 128, stages) e4m3, swizzled
-    tokens: (
-        cute.Pointer
-    )  # i32, 16-byte aligned: the tokens of a tile's rows, where they are gathered
+    sB: cute.Tensor  # ((8, b_rows / 8), (128, 1), (1, stages)) e4m3, swizzled
+    # (tile_m,) i32, 16-byte aligned: the tokens of a tile's rows, where they are gathered
+    tokens: cute.Pointer
 
 
 class GemmArguments(NamedTuple):
-    """What the host function hands to the kernel."""
+    """The kernel's arguments, as the host function makes them."""
 
     a: Any  # A and SFA: `TmaRows` or `TokensByRow`
     b: TmaTensor  # (n, k, experts)
@@ -150,9 +158,10 @@ class GemmLoad:
         """Make the layouts of shared memory. They are values of the compiler, which live only in
         the function that makes them: the host function and the kernel both call this."""
         c = self.config
-        # (tile_m, 128, stages * terms), (sfa_rows, 1, sfa_stages), (b_rows, 128, stages)
+        # ((8, tile_m / 8), (128, 1), (1, stages * terms)): 8 rows of 128 bytes are a swizzle atom
         self.a_smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
-        self.sfa_smem = sfa_layout(c)
+        self.sfa_smem = sfa_layout(c)  # (sfa_rows, 1, sfa_stages)
+        # ((8, b_rows / 8), (128, 1), (1, stages))
         self.b_smem = hopper.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (c.tile_m, c.b_rows, BLOCK), Float8E4M3FN, c.num_stages
         )
@@ -163,7 +172,7 @@ class GemmLoad:
     def b_operand(self, b: cute.Tensor) -> TmaTensor:
         """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""
         c = self.config
-        weights = weights_by_column(b, c)
+        weights = weights_by_column(b, c)  # (n, k, experts)
         return tma_tensor(weights, self.b_smem, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
 
     def prefetch(self, args: GemmArguments) -> None:
@@ -173,7 +182,7 @@ class GemmLoad:
 
     def shared(self, storage) -> SharedOperands:
         """Return the views of the operands' shared memory."""
-        return SharedOperands(
+        return SharedOperands(  # shapes: `SharedOperands`
             sA=storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
             sSFA=storage.a_scale.get_tensor(self.sfa_smem),
             sB=storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
@@ -185,6 +194,7 @@ class GemmLoad:
         """Run the roles of warpgroup 0."""
         for i in cutlass.range_constexpr(self.rows.warps):
             if warp_idx == A_WARPS[i]:
+                # The loop over tiles and K blocks is the same for all kinds of rows.
                 begin_tile = partial(self.rows.begin_tile, args.a, shared, warp=i)
                 copy = partial(self.rows.copy, args.a, ab_pipeline=ab_pipeline, warp=i)
                 self.load_rows(
@@ -194,10 +204,12 @@ class GemmLoad:
             self._load_b(ab_pipeline, tile_sched, args.b, shared.sB)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
+                # The warps of all CTAs take the rows round robin.
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
                 self.side_job.run(*args.side_job_tensors, block, blocks)
         if cutlass.const_expr(self.config.dynamic):
+            # One warp of a cluster asks for tiles, for all of its CTAs.
             if warp_idx == SCHEDULER_WARP and cute.arch.block_idx_in_cluster() == 0:
                 linear, stride, total = tile_sched.first()
                 tile_sched.queue.fetch(args.counter.iterator, linear, stride, total)
@@ -217,18 +229,23 @@ class GemmLoad:
         if cutlass.const_expr(ready is not None):
             cute.arch.griddepcontrol_launch_dependents()
             if cutlass.const_expr(ready.writable_rows is not None):
+                # Must come before the first copy, or the consumers store over rows that the
+                # previous kernel still reads: they store nothing before A has arrived.
                 if tile_sched.tiles.expert_rows[1, self.experts - 1] > ready.writable_rows:
                     cute.arch.griddepcontrol_wait()
         elif cutlass.const_expr(self.rows_known):
+            # Must come before the first copy of A, which the previous kernel writes.
             wait_for_previous()
         while linear < total:
             tile = tile_sched.tile(linear, cta, shared=self.config.slices)
             if cutlass.const_expr(ready is not None):
+                # All rows of the expert: a tile's box may reach its neighbours, which nobody uses.
                 expert_rows = tile_sched.tiles.expert_rows
                 rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
                 wait_for_rows(ready.counts, tile.expert, rows * self.k)
             copies = begin_tile(tile, cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
+                # Not `producer_acquire`: it announces a whole stage's bytes, which two warps bring.
                 pipe.sync_object_empty.wait(state.index, state.phase)
                 copy(copies, kb, state=state)
                 state.advance()
@@ -250,13 +267,15 @@ class GemmLoad:
         queue_state = tile_sched.queue_state()
         while linear < total:
             tile = tile_sched.tile(linear, cta)
-            # (b_rows, 128, k_blocks)
+            # CTAs that share an MMA have the rows of a column tile one part after the other.
             part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
+            # (b_rows, 128, k_blocks); with `quantises` the rows are (interleave, 2, ...)
             gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (part, None, tile.expert))
-            # ((tma), stages), ((tma), k_blocks)
+            # ((b_rows * 128, 1), (1, stages)) and (((128, b_rows), 1), k_blocks)
             tBsB, tBgB = tma_partition(b.atom, sB, gB, cta[0] // c.mma_ctas, c.b_shares)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 ab_pipeline.sync_object_empty.wait(state.index, state.phase)
+                # This warp's arrival, with the bytes to wait for.
                 full = expect_bytes(ab_pipeline, state, self.counts.b_bytes, c.mma_ctas)
                 cute.copy(
                     b.atom,
@@ -280,9 +299,11 @@ def weights_by_column(b: cute.Tensor, config: Any) -> cute.Tensor:
     a column. The view has rank 5, which one TMA instruction copies.
     """
     if not config.quantises:
+        # (n, k, experts)
         return cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))
     experts, n, k = (cute.size(b, mode=[i]) for i in range(3))
     half, group = n // 2, config.interleave
+    # ((rows of a group, up and gate, groups), k, experts)
     shape = ((group, 2, half // group), k, experts)
     stride = ((k, half * k, group * k), 1, n * k)
     return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
@@ -307,12 +328,14 @@ def float_scale(stored: Any) -> Float32:
 def rows_layout(config: Any, rows: int, copies: int):
     """Shared memory of `copies` times `rows` rows of A: (rows, 128, copies), swizzled."""
     tile = (rows, config.tile_n, BLOCK)
+    # ((8, rows / 8), (128, 1), (1, copies))
     return hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, copies)
 
 
 def sfa_layout(config: Any) -> cute.Layout:
     """Shared memory of SFA: (sfa_rows, 1, sfa_stages)."""
     shape = (config.sfa_rows, 1, config.sfa_stages)
+    # Stages are `sfa_bytes` apart, a multiple of the 128 bytes that TMA writes to.
     return cute.make_layout(shape, stride=(1, 0, config.sfa_bytes // 4))
 
 
@@ -326,10 +349,12 @@ class TmaRows(NamedTuple):
 class TileCopies(NamedTuple):
     """The copies of one tile: sources by K block, destinations by stage."""
 
-    tAgA: cute.Tensor  # ((tma), k_blocks * terms), in slices ((tma), slices, k_blocks * terms)
-    tAsA: cute.Tensor  # ((tma), stages * terms), in slices ((tma), stages * terms * slices)
-    tAgSFA: cute.Tensor  # ((tma), k_blocks)
-    tAsSFA: cute.Tensor  # ((tma), sfa_stages)
+    # (((128, tile_m), 1), k_blocks * terms), in slices (((128, 64), 1), slices, k_blocks * terms)
+    tAgA: cute.Tensor
+    # ((tile_m * 128, 1), (1, stages * terms)), in slices ((8192, 1), (1, stages * terms * slices))
+    tAsA: cute.Tensor
+    tAgSFA: cute.Tensor  # ((sfa_rows, 1), k_blocks)
+    tAsSFA: cute.Tensor  # ((sfa_rows, 1), sfa_stages)
     mask: Any  # CTAs that a copy of A is multicast to
     slices: Int32 | None = None  # slices with rows, of `SlicedRows`
 
@@ -358,12 +383,13 @@ class ContiguousRows:
         """Make TMA's view of `a` (rows, terms * k) e4m3 and `sfa` (k / 128, rows) f32; the host
         function calls it."""
         c = self.config
+        # (rows, k / 128)
         by_row = cute.make_tensor(sfa.iterator, cute.select(sfa.layout, mode=[1, 0]))
         return TmaRows(self._a(a), tma_tensor(by_row, sfa_layout(c), (c.sfa_rows, 1), 1))
 
     def _a(self, a: cute.Tensor) -> TmaTensor:
         c = self.config
-        smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
+        smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)  # as `GemmLoad.a_smem`
         return tma_tensor(a, smem, (c.tile_m, BLOCK), c.cluster_n, c.mma_ctas)
 
     def prefetch(self, operand: TmaRows) -> None:
@@ -373,29 +399,33 @@ class ContiguousRows:
     def begin_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta, warp=0):
         """Return the `TileCopies` of a tile."""
         c = self.config
-        # (sfa_rows, 1, k_blocks)
+        # (sfa_rows, 1, k_blocks), from the multiple of 4 rows at or before the tile's first row
         gSFA = cute.local_tile(
             cute.domain_offset((tile.row // TMA_ROWS * TMA_ROWS, 0), operand.sfa.coordinates),
             (c.sfa_rows, 1),
             (0, None),
         )
         tAsA, tAgA = self._partition(operand, shared, tile, cta)
+        # ((sfa_rows, 1), sfa_stages) and ((sfa_rows, 1), k_blocks)
         tAsSFA, tAgSFA = tma_partition(operand.sfa.atom, shared.sSFA, gSFA, 0, 1)
         mask = multicast_mask((c.cluster_m, c.cluster_n), cta, 1)
         return TileCopies(tAgA, tAsA, tAgSFA, tAsSFA, mask)
 
     def _partition(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta):
         c = self.config
-        # (tile_m, 128, k_blocks * terms)
+        # (tile_m, 128, k_blocks * terms): a tile begins at any row
         gA = cute.local_tile(
             cute.domain_offset((tile.row, 0), operand.a.coordinates), (c.tile_m, BLOCK), (0, None)
         )
+        # ((tile_m * 128, 1), (1, stages * terms)) and (((128, tile_m), 1), k_blocks * terms)
         return tma_partition(operand.a.atom, shared.sA, gA, cta[1], c.cluster_n)
 
     def copy(self, operand: TmaRows, copies: TileCopies, kb, ab_pipeline, state, warp) -> None:
         """Start the copies of K block `kb` into a free stage."""
+        # This warp's arrival, with the bytes to wait for.
         full = expect_bytes(ab_pipeline, state, self.bytes, self.config.mma_ctas)
         terms = self.config.terms
+        # The terms of A lie side by side along k: term t of K block kb is kb + t * k_blocks.
         k_blocks = cute.size(copies.tAgA, mode=[1]) // terms
         for t in range(terms):
             cute.copy(
@@ -430,6 +460,7 @@ class ContiguousRows:
 
     def from_first_row(self, tile: Tile, sSFA: cute.Tensor) -> cute.Tensor:
         """Return the scales in shared memory from the tile's first row on."""
+        # (sfa_rows, 1, sfa_stages)
         return cute.domain_offset((tile.row % TMA_ROWS, 0, 0), sSFA)
 
 
@@ -442,34 +473,35 @@ class SlicedRows(ContiguousRows):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.slices = config.tile_m // SLICE
+        self.slices = config.tile_m // SLICE_ROWS
 
     def _layout(self):
-        """The shared memory of A by slices: (64, 128, stages * terms * slices), swizzled."""
+        """The shared memory of A by slices: ((8, 8), (128, 1), (1, stages * terms * slices))."""
         c = self.config
-        return rows_layout(c, SLICE, c.num_stages * c.terms * self.slices)
+        return rows_layout(c, SLICE_ROWS, c.num_stages * c.terms * self.slices)
 
     def _a(self, a: cute.Tensor) -> TmaTensor:
-        return tma_tensor(a, self._layout(), (SLICE, BLOCK), self.config.cluster_n)
+        return tma_tensor(a, self._layout(), (SLICE_ROWS, BLOCK), self.config.cluster_n)
 
     def begin_tile(self, operand, shared, tile: Tile, cta, warp=0):
         copies = super().begin_tile(operand, shared, tile, cta)
         # `tile.rows` may reach past the tile, up to its expert's end.
         rows = cutlass.max(cutlass.min(tile.rows, self.config.tile_m), 0)
-        return copies._replace(slices=(rows + (SLICE - 1)) // SLICE)
+        return copies._replace(slices=(rows + (SLICE_ROWS - 1)) // SLICE_ROWS)
 
     def _partition(self, operand, shared, tile: Tile, cta):
-        # (64, 128, slices, k_blocks * terms)
-        gA = cute.local_tile(
-            cute.domain_offset((tile.row, 0), operand.a.coordinates), (SLICE, BLOCK), (None, None)
-        )
+        gA = cute.domain_offset((tile.row, 0), operand.a.coordinates)
+        # (64, 128, slices from here to the end of A, k_blocks * terms)
+        gA = cute.local_tile(gA, (SLICE_ROWS, BLOCK), (None, None))
+        # ((8, 8), (128, 1), (1, stages * terms * slices)): sA's memory, one slice after the other
         sA = cute.make_tensor(shared.sA.iterator, self._layout().outer)
         return tma_partition(operand.a.atom, sA, gA, cta[1], self.config.cluster_n)
 
     @cute.jit
     def copy(self, operand, copies, kb, ab_pipeline, state, warp):
         terms = self.config.terms
-        size = copies.slices * (SLICE * BLOCK * terms) + self.sfa_bytes
+        # No more than comes, or the consumers wait for ever; no less, or they read too early.
+        size = copies.slices * (SLICE_ROWS * BLOCK * terms) + self.sfa_bytes
         full = expect_bytes(ab_pipeline, state, size)
         k_blocks = cute.size(copies.tAgA, mode=[2]) // terms
         for t in cutlass.range_constexpr(terms):
@@ -538,20 +570,23 @@ class GatheredRows:
 
     def _row(self, warp: Int32, i: Int32) -> Int32:
         """Return the row in the tile of a warp's i-th row."""
+        # Warp 0: rows 0 to 3, 8 to 11, ...; warp 1: rows 4 to 7, 12 to 15, ...
         return i // 4 * 8 + warp * 4 + i % 4
 
     @cute.jit
     def begin_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta, warp):
         """Return the `TileTokens` of a warp's rows of a tile."""
         eights = self.tokens // 8
+        # (tile_m / 8, 8): the rows of a lane, eight apart, lie side by side
         layout = cute.make_layout((eights, 8), stride=(1, eights))
         tokens = cute.make_tensor(shared.tokens, layout)
-        cute.arch.sync_warp()  # all lanes are done with the tile before
+        cute.arch.sync_warp()  # must come before the writes: all lanes are done with the last tile
         for i in cutlass.range(cute.arch.lane_idx(), self.tokens // self.warps, WARP):
             row = self._row(warp, Int32(i))
+            # Behind the expert's end: its last row again. Without rows: where the tile begins.
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             tokens[row // 8, row % 8] = operand.token_of_row[tile.row + within]
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # must come before the reads: a lane reads what others wrote
         return TileTokens(shared, tokens)
 
     @cute.jit
@@ -561,20 +596,20 @@ class GatheredRows:
         lane = cute.arch.lane_idx()
         tokens, shared = copies.tokens, copies.shared
         k = cute.size(operand.x, mode=[1])
-        columns = operand.x.iterator + kb * BLOCK + lane % 8 * CHUNK
+        columns = operand.x.iterator + kb * BLOCK + lane % 8 * CP_ASYNC_VALUES
         row = self._row(warp, lane // 8)
         # The 128-byte swizzle: chunk c of row r lies at chunk c ^ (r % 8). A lane's rows are eight
         # apart, so that is the same chunk for all of them.
         place = cute.recast_ptr(shared.sA.iterator, dtype=Float8E4M3FN)
-        place = place + (state.index * c.tile_m + row) * BLOCK + (lane % 8 ^ row) * CHUNK
+        place = place + (state.index * c.tile_m + row) * BLOCK + (lane % 8 ^ row) * CP_ASYNC_VALUES
         # Read some tokens at once: no load can be moved ahead of a copy to shared memory.
         at_once = math.gcd(c.tile_m // 8, 4)
-        some = cute.make_rmem_tensor(at_once, Int32)
+        some = cute.make_rmem_tensor(at_once, Int32)  # (at_once,): tokens of this lane's next rows
         for first in cutlass.range_constexpr(0, c.tile_m // 8, at_once):
             load(tokens.iterator + row * (c.tile_m // 8) + first, some)
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(some[i]) * k
-                copy_async(source, place + 8 * BLOCK * (first + i), CHUNK)
+                copy_async(source, place + 8 * BLOCK * (first + i), CP_ASYNC_VALUES)
         if cutlass.const_expr(not c.split_sfa):
             scales, token_stride = self._scales(operand, kb)
             place = shared.sSFA.iterator + state.index * (c.sfa_bytes // 4)
@@ -582,14 +617,17 @@ class GatheredRows:
                 scale_row = self._row(warp, Int32(i))
                 token = tokens[scale_row // 8, scale_row % 8]
                 copy_async(scales + token * token_stride, place + scale_row, 1)
+        # Arrives when this lane's copies are done. noinc: the barrier counts it among `arrivals`.
         cute.arch.cp_async_mbarrier_arrive_noinc(ab_pipeline.producer_get_barrier(state))
 
     @cute.jit
     def begin_sfa_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta):
         """Return the `TileTokens` of a tile for a warp that loads scales alone."""
+        # (ceil(tile_m / 32),): those of rows lane, lane + 32, ...
         tokens = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)
         for i in cutlass.range_constexpr(cute.size(tokens)):
             row = i * WARP + cute.arch.lane_idx()
+            # As in `begin_tile`.
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             tokens[i] = operand.token_of_row[tile.row + within]
         return TileTokens(shared, tokens)
@@ -603,6 +641,7 @@ class GatheredRows:
             row = i * WARP + cute.arch.lane_idx()
             if row < self.tokens:
                 copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
+        # As in `copy`: one of `sfa_arrivals`.
         cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
 
     def _scales(self, operand: TokensByRow, kb) -> tuple[cute.Pointer, Any]:
@@ -614,6 +653,8 @@ class GatheredRows:
 
     def fence_loaded(self) -> None:
         """Make a stage visible to the MMA, by a consumer that has waited for it."""
+        # Must come before the MMA, or it reads the stage before cp.async's writes: it is of the
+        # async proxy, they are of the generic one.
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def from_first_row(self, tile: Tile, sSFA: cute.Tensor) -> cute.Tensor:
@@ -637,13 +678,20 @@ def tma_tensor(
         if multicast > 1
         else cpasync.CopyBulkTensorTileG2SOp(group)
     )
+    # ((8, rows / 8), (128, 1)) of A and B, (sfa_rows, 1) of SFA
     one_stage = cute.slice_(smem_layout, (None, None, 0))
-    made = cpasync.make_tiled_tma_atom(op, tensor, one_stage, box, num_multicast=multicast)
-    return TmaTensor(*made)
+    return TmaTensor(
+        *cpasync.make_tiled_tma_atom(op, tensor, one_stage, box, num_multicast=multicast)
+    )
 
 
 def tma_partition(atom, smem: cute.Tensor, gmem: cute.Tensor, share: Int32, shares: int):
-    """Return ((tma), ...) views of this CTA's share of a tile in shared and in global memory."""
+    """Return this CTA's share of a tile, as the copies of `atom`, in shared and global memory.
+
+    `share`, one of `shares`, is a part of the rows. Modes 0 and 1, the box, become one mode: from
+    (rows, columns, rest) to ((rows * columns, 1), rest) in shared memory and
+    (((columns, rows), 1), rest) in global memory.
+    """
     return cpasync.tma_partition(
         atom,
         share,
@@ -657,7 +705,8 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
     """Return the CTAs of the cluster that share this CTA's part along `mode`; None if it is
     alone."""
     if cluster[mode] == 1:
-        return None
+        return None  # a copy that is no multicast takes no mask
+    # Bit r stands for CTA r of the cluster.
     return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
 
 
@@ -668,6 +717,7 @@ def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Poin
     when the operands of all CTAs have come.
     """
     full = pipe.producer_get_barrier(state)
+    # One lane: the barrier counts one arrival of a warp that loads by TMA.
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, size, 0 if mma_ctas > 1 else None)
     return full
@@ -689,7 +739,7 @@ class ZeroRows:
         `known` is what `is_zero` looks at.
         """
         lane = cute.arch.lane_idx()
-        zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)
+        zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)  # (8,): 16 bytes
         zeros.fill(0.0)
         for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
             if self.is_zero(known, out, Int32(row)):
@@ -720,7 +770,7 @@ class ZeroTokens(ZeroRows):
 
     @cute.jit
     def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
-        first = Int32(-1)
+        first = Int32(-1)  # a lane looks at a slot of the token
         if cute.arch.lane_idx() < self.top_k:
             first = Int32(known[row, cute.arch.lane_idx()])
         return Boolean(not cute.arch.vote_any_sync(first >= 0))

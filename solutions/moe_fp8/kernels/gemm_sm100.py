@@ -1,4 +1,4 @@
-"""The grouped FP8 GEMM on Blackwell, from the launch to the promotion of a K block.
+"""The grouped FP8 GEMM on Blackwell: multiplies, promotes, hands each tile to the epilogue.
 
     D[r, :] = sum over kb of SFA[kb, r] * SFB[e, :, kb] * (A[r, kb] @ B[e, :, kb]^T)
 
@@ -10,18 +10,27 @@ persistent CTA computes one tile of D after another:
     warp 5           loads the token scales SFA, which outlive their stage of rows
     warpgroups 2..   promote: a thread has one accumulator row and up to 128 columns
 
-For each K block the MMA warp waits for the stage and for a free accumulator in tensor memory,
-issues four tcgen05.mma (k = 32) a term, of which the first overwrites, and commits twice: the stage
-is free, the accumulator is full. A consumer warpgroup reads the accumulator, frees it, multiplies
-by both scales and adds to the float32 sum in registers. At the end of a tile the sums go to the
-epilogue, while the MMA goes on. Where CTAs share an MMA (`mma_ctas`), the first CTA issues it for
-all: it waits for the operands and accumulators of all, and both commits arrive in all.
+Three pipelines connect them, each with one K block a stage:
 
     pipeline       full                         empty
     ab_pipeline    bytes of A and B             one commit of the MMA
     sfa_pipeline   bytes or arrivals of SFA     every consumer warp
     acc_pipeline   one commit of the MMA        every consumer warp, when it has read its columns,
                                                 in all CTAs that share the MMA
+
+One K block, in stage s of A and B, stage t of SFA and accumulator a, in the order of this file:
+
+    warp 4 (_issue_mma)                  a consumer warpgroup
+    wait for ab full[s], acc empty[a]    _mainloop     wait for sfa full[t]
+    four tcgen05.mma (k = 32) a term,    _load_scales  scales = SFA * SFB, to registers
+    of which the first overwrites a      _mainloop     wait for acc full[a]
+    commit to ab empty[s]                _promote      read a from tensor memory; arrive at
+    commit to acc full[a]                              sfa empty[t] and acc empty[a]
+                                         _add          acc += scales * accum, in float32
+
+At the end of a tile `acc` goes to the epilogue, while the MMA goes on. Where CTAs share an MMA
+(`mma_ctas`), the first CTA issues it for all: it waits for the operands and accumulators of all,
+and both commits arrive in all.
 
 It has not run on hardware. It compiles for sm_100a and sm_103a and runs in the emulator.
 """
@@ -74,7 +83,7 @@ class Pipelines(NamedTuple):
 
 
 class TileOperands(NamedTuple):
-    """What a tile's sums are made of."""
+    """The operands of a tile's sums."""
 
     pipes: Pipelines
     tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
@@ -120,6 +129,8 @@ class GemmSm100:
         stages, copies = self.config.num_stages, self.config.num_stages * self.config.terms
         shape = (rows, columns, BLOCK)
         a_copies, b_copies = self.acc_map.mma_order(copies, stages)
+        # (MMA, MMA_M or MMA_N, MMA_K, STAGE) = ((rows, 32), 1, 4, copies), rows of this CTA alone.
+        # Where a tile has 256 weights in A, up and gate, MMA_M is 2: ((128, 32), 2, 4, stages).
         self.mma_smem = (
             blackwell.make_smem_layout_a(self.tiled_mma, shape, Float8E4M3FN, a_copies),
             blackwell.make_smem_layout_b(self.tiled_mma, shape, Float8E4M3FN, b_copies),
@@ -146,16 +157,20 @@ class GemmSm100:
 
         @cute.struct
         class SharedStorage:
-            barriers: memory[Int64, 2 * c.num_stages]
+            barriers: memory[Int64, 2 * c.num_stages]  # full and empty of every stage
+            # (tile_m, 128, stages * terms), (b_rows, 128, stages) e4m3, swizzled
             a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
             b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
             out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
+            # (sfa_rows, 1, sfa_stages) f32: TMA writes to multiples of 128 bytes
             a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
+            # (k_blocks, halves, consumer warps) f32
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
-            tokens: align[memory[Int32, load.rows.tokens], 16]
+            tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
+            # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
-            queue_barriers: memory[Int64, 2]
-            own: memory[Int64, self.own_words]
+            queue_barriers: memory[Int64, 2]  # full and empty of the tile queue
+            own: memory[Int64, self.own_words]  # barriers of sfa and acc, tensor memory's address
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
@@ -191,6 +206,7 @@ class GemmSm100:
                 cpasync.prefetch_descriptor(args.output.tma.atom)
 
         storage = SmemAllocator().allocate(self.shared_storage)
+        # sA (tile_m, 128, stages * terms), sB (b_rows, 128, stages), sSFA (sfa_rows, 1, sfa_stages)
         shared = self.load.shared(storage)
         # (k_blocks, halves, consumer warps)
         sSFB = storage.b_scale.get_tensor(
@@ -211,10 +227,13 @@ class GemmSm100:
         tmem_address = cute.recast_ptr(storage.own.data_ptr() + (self.own_words - 1), dtype=Int32)
         pair = c.mma_ctas == 2
         if cutlass.const_expr(pair):
-            cluster_barrier()  # both CTAs allocate together: both must have begun
+            # Must come before the allocation, which both CTAs make together: both must have begun.
+            cluster_barrier()
         if warp_idx == MMA_WARP:
             cute.arch.alloc_tmem(c.tmem_columns, tmem_address, is_two_cta=pair)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
+        # Must come after the barriers of `staging` and `queue` are initialised: it synchronises the
+        # cluster for all of them, or another CTA may arrive at a barrier that does not exist yet.
         pipes = self._pipelines(storage)
         if cutlass.const_expr(c.cluster_size > 1):
             cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
@@ -222,9 +241,13 @@ class GemmSm100:
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
 
         if cutlass.const_expr(any(near_rows(c, self.experts))):
+            # (2, experts)
             near = storage.expert_rows.get_tensor(cute.make_layout(near_rows(c, self.experts)))
+        # Without `rows_known` it waits for the previous kernel. All threads make one, because the
+        # copy of the experts' rows to `near` takes all of them.
         tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, near, queue)
 
+        # The producer warpgroups must give registers away, or the consumers wait for them.
         if warpgroup_idx < c.producer_warpgroups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self.load.run(warp_idx, pipes.ab, tile_sched, args, shared)
@@ -251,6 +274,7 @@ class GemmSm100:
     def _pipelines(self, storage) -> Pipelines:
         """Make the pipelines. All threads of the cluster see their barriers after it."""
         c, counts = self.config, self.load.counts
+        # (CTAs of an MMA, row tiles, column tiles, 1)
         cluster = cute.make_layout((c.mma_ctas, c.b_shares, c.cluster_n, 1))
         barriers = storage.own.data_ptr()
         sfa = pipeline.PipelineTmaAsync.create(
@@ -269,6 +293,7 @@ class GemmSm100:
             cta_layout_vmnk=cluster if c.mma_ctas > 1 else None,
             defer_sync=True,
         )
+        # Must come last: unlike the other two it synchronises the cluster.
         ab = pipeline.PipelineTmaUmma.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=c.num_stages,
@@ -286,12 +311,16 @@ class GemmSm100:
         c = self.config
         smem_a, smem_b = self.mma_smem
         tokens, weights = self.acc_map.mma_order(smem_a, smem_b)
+        # SharedOperands' memory as the MMA sees it: ((tile_m, 32), 1, 4, stages * terms) and
+        # ((b_rows, 32), 1, 4, stages), or ((128, 32), 2, 4, stages) where MMA_M is 2
         tokens = storage.a.get_tensor(tokens.outer, swizzle=tokens.inner)
         weights = storage.b.get_tensor(weights.outer, swizzle=weights.inner)
         operand_a, operand_b = self.acc_map.mma_order(tokens, weights)
-        # (MMA, MMA_M, 4, stages * terms): descriptors of shared memory
+        # (MMA, MMA_M, MMA_K, STAGE) = (1, 1 or 2, 4, stages * terms) and (1, 1, 4, stages), with
+        # swap_ab stages and stages * terms: descriptors of shared memory
         tCrA = self.tiled_mma.make_fragment_A(operand_a)
         tCrB = self.tiled_mma.make_fragment_B(operand_b)
+        # ((128 lanes, MMA columns), MMA_M, 1) in tensor memory
         shape = self.tiled_mma.partition_shape_C(self.acc_map.mma_shape)
         acc_layout = self.tiled_mma.make_fragment_C(shape).layout
 
@@ -304,21 +333,24 @@ class GemmSm100:
         while linear < total:
             for _ in cutlass.range(self.k_blocks, unroll=1):
                 ab_pipeline.consumer_wait(ab_state)
+                # Must come before the MMA, or it reads old data where cp.async, another proxy,
+                # wrote the rows. Where TMA wrote them, this is nothing.
                 self.load.rows.fence_loaded()
                 acc_pipeline.producer_acquire(acc_state)
                 # Must come before the MMA, or it may overwrite what the consumers still read.
                 nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
                 start = tmem + acc_state.index * c.acc_columns
-                accum = cute.make_tensor(start, acc_layout)
+                accum = cute.make_tensor(start, acc_layout)  # ((128, MMA columns), MMA_M, 1) tmem
                 mma = cute.make_mma_atom(self.tiled_mma.op)
                 for i in cutlass.range_constexpr(c.terms):  # the small term first, as on Hopper
                     copy_a = ab_state.index * c.terms + (c.terms - 1 - i)
                     stage_a, stage_b = self.acc_map.mma_order(copy_a, ab_state.index)
                     for k in cutlass.range_constexpr(BLOCK // UMMA_K):
                         mma.set(tcgen05.Field.ACCUMULATE, i + k != 0)  # the first one overwrites
-                        tA = tCrA[None, None, k, stage_a]
-                        tB = tCrB[None, None, k, stage_b]
+                        tA = tCrA[None, None, k, stage_a]  # (MMA, MMA_M) = (1, 1 or 2)
+                        tB = tCrB[None, None, k, stage_b]  # (MMA, MMA_N) = (1, 1)
                         cute.gemm(mma, accum, tA, tB, accum)
+                # Both are commits: they arrive when the MMA issued so far are complete.
                 ab_pipeline.consumer_release(ab_state)
                 acc_pipeline.producer_commit(acc_state)
                 acc_state.advance()
@@ -331,12 +363,13 @@ class GemmSm100:
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
         thread = tidx % WARPGROUP + consumer * WARPGROUP  # among the consumers
+        # (consumer_columns,): the sum over K blocks, of one row of the accumulator
         acc = cute.make_rmem_tensor(c.consumer_columns, Float32)
         state = (
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_accumulators),
             pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.sfa_stages),
         )
-        start = tmem + consumer * c.consumer_columns
+        start = tmem + consumer * c.consumer_columns  # in an address columns are the low half
 
         # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
         # warps do not wait for each other.
@@ -345,8 +378,9 @@ class GemmSm100:
         cta = tile_sched.cta_in_cluster()
         linear, stride, total = tile_sched.first()
         queue_state = tile_sched.queue_state()
+        # A CTA without a tile looks the last one up: `locate` takes tiles that exist.
         tile = tile_sched.tile(cutlass.min(linear, total - 1), cta)
-        # (k_blocks / 32, halves): lane l has K blocks l, l + 32, ...
+        # (ceil(k_blocks / 32), halves): lane l has K blocks l, l + 32, ...
         next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
         if linear < total:
             self._load_sfb(next_sfb, sfb, tile, consumer)
@@ -355,7 +389,7 @@ class GemmSm100:
         while linear < total:
             has_rows = tile.rows > 0
             if has_rows:
-                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)
+                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, sfa_stages)
                 operands = TileOperands(pipes, start, sSFA, sSFB_warp)
                 state = self._mainloop(operands, state, acc, thread)
             else:
@@ -368,12 +402,15 @@ class GemmSm100:
                 part = TilePart(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, acc, part)
                 stored += 1
+            # Must come after the main loop, or it overwrites scales that this tile still needs.
             self._keep_sfb(sSFB_warp, next_sfb)
             tile = following
         if cutlass.const_expr(self.epilogue.tma_store):
             if thread % WARPGROUP == 0:
                 # Must come before the exit, or TMA reads shared memory that is gone.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    # --- one K block after another --------------------------------------------------------------
 
     @cute.jit
     def _mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
@@ -395,23 +432,13 @@ class GemmSm100:
         return acc_state, sfa_state
 
     @cute.jit
-    def _skip_tile(self, sfa_pipeline, acc_pipeline, state):
-        """Free the scales and accumulators of a tile without rows."""
-        acc_state, sfa_state = state
-        for _ in cutlass.range(self.k_blocks, unroll=1):
-            sfa_pipeline.consumer_wait(sfa_state)
-            sfa_pipeline.consumer_release(sfa_state)
-            sfa_state.advance()
-            acc_pipeline.consumer_wait(acc_state)
-            self._release(acc_pipeline, acc_state)
-            acc_state.advance()
-        return acc_state, sfa_state
-
-    @cute.jit
-    def _release(self, acc_pipeline, acc_state):
-        """Give an accumulator back to the MMA; all lanes of a warp."""
-        with cute.arch.elect_one():
-            acc_pipeline.consumer_release(acc_state)
+    def _load_scales(self, scales, operands: TileOperands, thread: Int32, kb: Int32, stage: Int32):
+        """Compute scales[i, h] = SFA of this thread's token i times SFB of column half h."""
+        for half in cutlass.range_constexpr(self.halves):
+            scale_b = operands.sSFB[kb, half]
+            for i in cutlass.range_constexpr(self.acc_map.token_scales):
+                token = self.acc_map.token(i, thread)
+                scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
 
     @cute.jit
     def _promote(self, operands: TileOperands, state, acc, scales, thread: Int32):
@@ -425,16 +452,19 @@ class GemmSm100:
         width = min(TMEM_LOAD_COLUMNS, columns)
         chunks = columns // width
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
-        layout = cute.make_layout((UMMA_M, width), stride=(TMEM_LANE, 1))
+        layout = cute.make_layout((UMMA_M, width), stride=(TMEM_LANE, 1))  # (128 lanes, width)
         start = operands.tmem + acc_state.index * self.config.acc_columns
         # Must come before the read, or it may read what the MMA has not written yet.
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         for i in cutlass.range_constexpr(chunks):
-            chunk = cute.make_tensor(start + i * width, layout)  # (128, width)
+            chunk = cute.make_tensor(start + i * width, layout)  # (128, width) f32, tmem
             copy = tcgen05.make_tmem_copy(atom, chunk).get_slice(thread % WARPGROUP)
+            # ((width, 1), 1, 1): one row of the 128
             rows = copy.partition_D(cute.make_identity_tensor((UMMA_M, width)))
-            accum = cute.make_rmem_tensor(width, Float32)
+            accum = cute.make_rmem_tensor(width, Float32)  # (width,)
+            # The registers of `accum` as ((width, 1), 1, 1)
             to = cute.make_tensor(accum.iterator, cute.make_layout(cute.shape(rows)))
+            # From (((width, 32 lanes), 1), 1, 1): a warp reads its own 32 lanes only.
             cute.copy(copy, copy.partition_S(chunk), to)
             if cutlass.const_expr(i == 0):
                 # Must come before the release, which does not wait for loads: TMA, another proxy,
@@ -442,8 +472,10 @@ class GemmSm100:
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()  # one lane frees what all have read
                 operands.pipes.sfa.consumer_release(sfa_state)
+            # Must come before `accum` is read: the load is asynchronous.
             cute.arch.fence_view_async_tmem_load()
             if cutlass.const_expr(i == chunks - 1):
+                # Must come before the arrival, or the MMA may overwrite what is still read.
                 nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
                 self._release(operands.pipes.acc, acc_state)
             self._add(acc, accum, scales, i * width)
@@ -459,16 +491,26 @@ class GemmSm100:
             sums = cute.arch.fma_packed_f32x2(pair, tuple(pair_scales), sums)
             acc[first + v], acc[first + v + 1] = sums
 
-    # --- scales ---------------------------------------------------------------------------------
+    @cute.jit
+    def _release(self, acc_pipeline, acc_state):
+        """Give an accumulator back to the MMA; all lanes of a warp."""
+        with cute.arch.elect_one():
+            acc_pipeline.consumer_release(acc_state)
 
     @cute.jit
-    def _load_scales(self, scales, operands: TileOperands, thread: Int32, kb: Int32, stage: Int32):
-        """Compute scales[i, h] = SFA of this thread's token i times SFB of column half h."""
-        for half in cutlass.range_constexpr(self.halves):
-            scale_b = operands.sSFB[kb, half]
-            for i in cutlass.range_constexpr(self.acc_map.token_scales):
-                token = self.acc_map.token(i, thread)
-                scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
+    def _skip_tile(self, sfa_pipeline, acc_pipeline, state):
+        """Free the scales and accumulators of a tile without rows."""
+        acc_state, sfa_state = state
+        for _ in cutlass.range(self.k_blocks, unroll=1):
+            sfa_pipeline.consumer_wait(sfa_state)
+            sfa_pipeline.consumer_release(sfa_state)
+            sfa_state.advance()
+            acc_pipeline.consumer_wait(acc_state)
+            self._release(acc_pipeline, acc_state)
+            acc_state.advance()
+        return acc_state, sfa_state
+
+    # --- weight scales of a tile ----------------------------------------------------------------
 
     @cute.jit
     def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile, consumer):
@@ -490,23 +532,23 @@ class GemmSm100:
         first = Int32(0) if c.swap_ab else consumer * c.consumer_columns
         column = n_tile * c.tile_n + first
         if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
-            column = cutlass.min(column, self.n - 1)
+            column = cutlass.min(column, self.n - 1)  # a CTA of the cluster may lie outside
         return column // BLOCK
 
     @cute.jit
     def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
         """Write a tile's weight scales where all lanes of the warp find them."""
-        cute.arch.sync_warp()  # all lanes have read the previous tile's
+        cute.arch.sync_warp()  # must come before the writes: all lanes have read the last tile's
         for half in cutlass.range_constexpr(self.halves):
             for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     sSFB_warp[kb, half] = next_sfb[i, half]
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # must come before the reads, or a lane reads the last tile's
 
 
 class AccumulatorSm100:
-    """Where a tile's tokens and columns lie in tensor memory and in the consumer threads.
+    """The places of a tile's tokens and columns in tensor memory and in the consumer threads.
 
     The MMA has 128 rows, one a lane of tensor memory. A thread reads one lane, so its value `v` is
     column `v` of one row:
@@ -523,7 +565,7 @@ class AccumulatorSm100:
         self.token_scales = config.tile_m if self.swap_ab else 1
         # Values from v on that lie side by side in a row of the output.
         self.neighbour_columns = 1 if self.swap_ab else 4
-        self.shape = self.mma_order(config.tile_m, config.tile_n)
+        self.shape = self.mma_order(config.tile_m, config.tile_n)  # (M, N) of one CTA
         # Of all CTAs that share an MMA, whose rows lie one above the other.
         self.mma_shape = (self.shape[0] * config.mma_ctas, self.shape[1])
         self.staged_rows = config.tile_m
@@ -570,7 +612,9 @@ class AccumulatorSm100:
 
     def staging_layout(self) -> Any:
         """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
+        # (64, 8)
         atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.MN_SW128, BFloat16)
+        # ((64, tile_n / 64), (8, tile_m / 8))
         return cute.tile_to_shape(atom, self.shape, (1, 0))
 
     def staging_blocks(self) -> tuple[int, int]:
@@ -581,5 +625,6 @@ class AccumulatorSm100:
         """Return the copy of a thread's rounded values to the staging buffer."""
         # One value at a time: a token's other columns are those of the other threads.
         atom = cute.make_copy_atom(CopyUniversalOp(), BFloat16, num_bits_per_copy=BFloat16.width)
+        # (128 columns, 1) threads, each with (1, tile_m) values
         threads, values = cute.make_layout((UMMA_M, 1)), cute.make_layout((1, self.staged_rows))
         return cute.make_tiled_copy_tv(atom, threads, values).get_slice(thread)

@@ -1,21 +1,33 @@
-"""The grouped FP8 GEMM on Hopper, from the launch to the promotion of a K block.
+"""The grouped FP8 GEMM on Hopper: multiplies, promotes, hands each tile to the epilogue.
 
     D[r, :] = sum over kb of SFA[kb, r] * SFB[e, :, kb] * (A[r, kb] @ B[e, :, kb]^T)
 
 for the rows r of every expert e. A K block kb is 128 columns. A token has one scale (SFA) for each
-of them, and so has each 128x128 block of weights (SFB).
-
-A persistent CTA computes one tile of D after another:
+K block. A 128x128 block of weights has one scale (SFB). A persistent CTA computes one tile of D
+after another:
 
     warpgroup 0      gives its registers away and loads: `gemm_load`
-    warpgroups 1..   multiply together, each 64 rows of the MMA: this file
+    warpgroups 1..   multiply, each 64 rows of the MMA: this file
 
-They meet at `ab_pipeline`, `num_stages` deep, one K block a stage. For each K block a consumer
-warpgroup waits for the stage, issues four WGMMA (k = 32) into a fresh accumulator, frees the stage
-and promotes: it multiplies by both scales and adds to the float32 sum in registers. (WGMMA sums in
-about 14 bits, too few for all of K.) While one warpgroup promotes, the others keep the tensor cores
-busy. With `overlap` one warpgroup promotes a K block while its next one runs. At the end of a tile
-the sums go to the epilogue.
+They meet at `ab_pipeline`, `num_stages` deep, one K block a stage. A stage has two mbarriers:
+
+    full     completes with all bytes that TMA brings and the arrivals of the loading warps: one for
+             A (or 64 lanes that gather A by cp.async), one for B
+    empty    completes with one arrival of every consumer warp, here and in the CTAs that share this
+             CTA's copies
+
+One K block, stage s, in the order of this file:
+
+    loading warps               a consumer warpgroup
+    wait for empty[s]           _mainloop     wait for full[s]
+    expect bytes at full[s]     _load_scales  scales = SFA * SFB, from shared memory to registers
+    copy A, SFA, B to s         _issue_wgmma  accum = A @ B^T by four WGMMA (k = 32)
+                                _mainloop     wait for the WGMMA, arrive at empty[s]
+                                _promote      acc += scales * accum, in float32
+
+WGMMA sums in about 14 bits, too few for all of K: so each K block has a fresh `accum`. While one
+warpgroup promotes, the others keep the tensor cores busy. With `overlap` a warpgroup promotes a
+K block while its own next one runs. At the end of a tile `acc` goes to the epilogue.
 
 `GemmConfigSm90` says what can be tuned, `examples/first_gemm.py` is this kernel for one config.
 """
@@ -53,11 +65,11 @@ WGMMA_K = 32
 
 
 class TileOperands(NamedTuple):
-    """What a tile's sums are made of."""
+    """The operands of a tile's sums. With swap_ab A and B trade places in tCrA and tCrB."""
 
     ab_pipeline: pipeline.PipelineTmaAsync
-    tCrA: cute.Tensor  # (MMA, MMA_M, 4, stages * terms): descriptors of shared memory
-    tCrB: cute.Tensor  # (MMA, MMA_N, 4, stages); with swap_ab A and B trade places
+    tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, STAGE) = (1, 1, 4, (1, stages * terms)): descriptors
+    tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, STAGE) = (1, 1, 4, (1, stages)): descriptors
     sSFA: cute.Tensor  # (sfa_rows, 1, stages) f32, from the tile's first row on
     sSFB: cute.Tensor  # (k_blocks, halves) f32: this warp's
 
@@ -138,15 +150,19 @@ class GemmSm90:
 
         @cute.struct
         class SharedStorage:
-            barriers: memory[Int64, 2 * c.num_stages]
+            barriers: memory[Int64, 2 * c.num_stages]  # full and empty of every stage
+            # (tile_m, 128, stages * terms), (b_rows, 128, stages) e4m3, swizzled
             a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
             b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
             out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
+            # (sfa_rows, 1, stages) f32: TMA writes to multiples of 128 bytes
             a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
+            # (k_blocks, halves, consumer warps) f32
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
-            tokens: align[memory[Int32, load.rows.tokens], 16]
+            tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
+            # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
-            queue_barriers: memory[Int64, 2]
+            queue_barriers: memory[Int64, 2]  # full and empty of the tile queue
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
@@ -182,6 +198,7 @@ class GemmSm90:
                 cpasync.prefetch_descriptor(args.output.tma.atom)
 
         storage = SmemAllocator().allocate(self.shared_storage)
+        # sA (tile_m, 128, stages * terms), sB (b_rows, 128, stages), sSFA (sfa_rows, 1, stages)
         shared = self.load.shared(storage)
         # (k_blocks, halves, consumer warps)
         sSFB = storage.b_scale.get_tensor(
@@ -197,6 +214,8 @@ class GemmSm90:
                 readers * c.cluster_size,
                 c.cluster_size,
             )
+        # Must come after the barriers of `staging` and `queue` are initialised: it synchronises the
+        # cluster for all of them, or another CTA may arrive at a barrier that does not exist yet.
         ab_pipeline = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=c.num_stages,
@@ -206,9 +225,13 @@ class GemmSm90:
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
         if cutlass.const_expr(any(near_rows(c, self.experts))):
+            # (2, experts)
             near = storage.expert_rows.get_tensor(cute.make_layout(near_rows(c, self.experts)))
+        # Without `rows_known` it waits for the previous kernel. All threads make one, because the
+        # copy of the experts' rows to `near` takes all of them.
         tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, near, queue)
 
+        # The loading warpgroup must give its registers away, or the consumers wait for them.
         if warpgroup_idx == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared)
@@ -225,13 +248,15 @@ class GemmSm90:
         thr_mma = self.tiled_mma.get_slice(
             cute.make_layout(c.consumer_warpgroups, stride=WARPGROUP)(consumer)
         )
+        # The rows of A's operand are divided among the warpgroups; all read the same B operand.
         operand_a, operand_b = self.acc_map.mma_order(shared.sA, shared.sB)
-        # (MMA, MMA_M, 4, stages): WGMMA reads shared memory, these are descriptors of it.
+        # (MMA, MMA_M, MMA_K, STAGE) = (1, 1, 4, (1, stages * terms)) and (1, 1, 4, (1, stages)):
+        # WGMMA reads shared memory, these are descriptors of it.
         tCrA = self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a))
         tCrB = self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b))
-        # ((2 columns, 2 rows, tile columns / 8), MMA_M, MMA_N)
+        # (MMA, MMA_M, MMA_N) = ((2 columns, 2 rows, MMA columns / 8), 1, 1)
         acc_shape = self.tiled_mma.partition_shape_C(self.acc_map.shape)
-        acc = cute.make_rmem_tensor(acc_shape, Float32)
+        acc = cute.make_rmem_tensor(acc_shape, Float32)  # the sum over K blocks
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
 
         # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
@@ -241,24 +266,28 @@ class GemmSm90:
         cta = tile_sched.cta_in_cluster()
         linear, stride, total = tile_sched.first()
         queue_state = tile_sched.queue_state()
+        # A CTA without a tile looks the last one up: `locate` takes tiles that exist.
         tile = tile_sched.tile(cutlass.min(linear, total - 1), cta)
-        # (k_blocks / 32, halves): lane l has K blocks l, l + 32, ...
+        # (ceil(k_blocks / 32), halves): lane l has K blocks l, l + 32, ...
         next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
         if linear < total:
             self._load_sfb(next_sfb, sfb, tile)
             self._keep_sfb(sSFB_warp, next_sfb)
         stored = Int32(0)
         while linear < total:
+            # False where the expert ends before this warpgroup's rows.
             has_rows = tile.rows > self.acc_map.first_token(consumer)
             if has_rows:
-                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)
+                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, stages)
                 operands = TileOperands(ab_pipeline, tCrA, tCrB, sSFA, sSFB_warp)
                 if cutlass.const_expr(c.overlap):
                     state = self._overlapped_mainloop(operands, state, acc, thread)
                 else:
                     state = self._mainloop(operands, state, acc, thread)
             else:
-                # Free the stages unread, and leave the tensor cores to the other warpgroups.
+                # Free the stages unread, and leave the tensor cores to the other warpgroups. The
+                # wait must stay, or this warpgroup may fall two phases behind: a parity tells a
+                # phase from the next one only.
                 for _ in cutlass.range(self.k_blocks, unroll=1):
                     ab_pipeline.consumer_wait(state)
                     ab_pipeline.consumer_release(state)
@@ -271,6 +300,7 @@ class GemmSm90:
                 part = TilePart(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, acc, part)
                 stored += 1
+            # Must come after the main loop, or it overwrites scales that this tile still needs.
             self._keep_sfb(sSFB_warp, next_sfb)
             tile = following
         if cutlass.const_expr(self.epilogue.tma_store):
@@ -278,22 +308,30 @@ class GemmSm90:
                 # Must come before the exit, or TMA reads shared memory that is gone.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    # --- one K block after another --------------------------------------------------------------
+
     @cute.jit
     def _mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
         """Compute acc = the tile's sum over K; return the pipeline's state after it."""
         ab_pipeline = operands.ab_pipeline
-        accum = cute.make_rmem_tensor(acc.shape, Float32)  # the product of one K block
-        scales = self._scale_registers()
+        # The product of one K block, like acc: ((2, 2, MMA columns / 8), 1, 1)
+        accum = cute.make_rmem_tensor(acc.shape, Float32)
+        # (this thread's tokens, halves)
+        scales = cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
         acc.fill(0.0)
         arrived = ab_pipeline.consumer_try_wait(state)
         for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
             for i in cutlass.range_constexpr(self.unroll):
                 stage = self._stage(state, i)
+                # Does not wait where the `consumer_try_wait` before found the stage full.
                 ab_pipeline.consumer_wait(stage, arrived)
+                # Must come before the WGMMA, or they read old data where cp.async, another proxy,
+                # wrote the rows. Where TMA wrote them, this is nothing.
                 self.load.rows.fence_loaded()
                 # Must come before the WGMMA, or their latency does not hide behind it.
                 self._load_scales(scales, operands, thread, first + i, stage.index)
                 self._issue_wgmma(accum, operands, stage.index)
+                # Must come before the release, or TMA overwrites what WGMMA still reads.
                 warpgroup.wait_group(0)
                 ab_pipeline.consumer_release(stage)
                 # Ask for the next stage now: the answer comes during the promotion.
@@ -302,83 +340,11 @@ class GemmSm90:
                     arrived = ab_pipeline.consumer_try_wait(self._stage(state, i + 1))
                 else:
                     state = self._stage(state, self.unroll)
+                    # Behind the tile's last K block there may be no stage to come.
                     if first + self.unroll < self.k_blocks:
                         arrived = ab_pipeline.consumer_try_wait(state)
                 self._promote(acc, accum, scales)
         return state
-
-    @cute.jit
-    def _overlapped_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
-        """Compute the same sum in the same order, with K blocks promoted while the next one runs.
-
-        ptxas gives up on WGMMA that are in flight across a loop's back edge (C7514) and waits for
-        every single one, so each iteration ends with nothing in flight.
-        """
-        ab_pipeline = operands.ab_pipeline
-        accums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(2)]
-        scales = [self._scale_registers() for _ in range(2)]
-        acc.fill(0.0)
-        for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
-            for i in cutlass.range_constexpr(self.unroll + 1):
-                if cutlass.const_expr(i < self.unroll):
-                    stage = self._stage(state, i)
-                    ab_pipeline.consumer_wait(stage)
-                    self.load.rows.fence_loaded()
-                    self._load_scales(scales[i % 2], operands, thread, first + i, stage.index)
-                    self._issue_wgmma(accums[i % 2], operands, stage.index)
-                if cutlass.const_expr(i > 0):
-                    warpgroup.wait_group(1 if i < self.unroll else 0)
-                    ab_pipeline.consumer_release(self._stage(state, i - 1))
-                    self._promote(acc, accums[1 - i % 2], scales[1 - i % 2])
-            state = self._stage(state, self.unroll)
-        return state
-
-    def _stage(self, state, i: int):
-        """Return the state `i` stages after `state`, which begins an iteration of the main loop."""
-        stages = self.config.num_stages
-        if self.unroll == stages:  # every iteration begins at stage 0
-            return pipeline.PipelineState(
-                stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
-            )
-        after = state.clone()
-        for _ in range(i):
-            after.advance()
-        return after
-
-    @cute.jit
-    def _issue_wgmma(self, accum: cute.Tensor, operands: TileOperands, stage: Int32):
-        """Start `accum = A tile @ B tile^T` of one K block. A wait for its group completes it.
-
-        The small term must come first: WGMMA accumulates with about 14 bits and would drop it
-        behind the large one.
-        """
-        terms = self.config.terms
-        mma = cute.make_mma_atom(self.tiled_mma.op)
-        warpgroup.fence()
-        for i in cutlass.range_constexpr(terms):
-            stage_a, stage_b = self.acc_map.mma_order(stage * terms + (terms - 1 - i), stage)
-            for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
-                mma.set(warpgroup.Field.ACCUMULATE, i + k != 0)  # the first one overwrites
-                tA = operands.tCrA[None, None, k, stage_a]
-                tB = operands.tCrB[None, None, k, stage_b]
-                cute.gemm(mma, accum, tA, tB, accum)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def _promote(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor):
-        """Compute acc += scale * accum, with the scale of each value's token and half."""
-        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        flat_accum = cute.make_tensor(accum.iterator, cute.make_layout(cute.size(accum)))
-        for v in cutlass.range(cute.size(accum), unroll_full=True):
-            half = self.acc_map.half(v) if self.halves > 1 else 0
-            scale = scales[self.acc_map.scale_index(v), half]
-            flat_acc[v] = cute.math.fma(flat_accum[v], scale, flat_acc[v])
-
-    # --- scales ---------------------------------------------------------------------------------
-
-    def _scale_registers(self) -> cute.Tensor:
-        """Return registers for the scales of one K block: (this thread's tokens, halves)."""
-        return cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
 
     @cute.jit
     def _load_scales(self, scales, operands: TileOperands, thread: Int32, kb: Int32, stage: Int32):
@@ -388,6 +354,85 @@ class GemmSm90:
             for i in cutlass.range_constexpr(self.acc_map.token_scales):
                 token = self.acc_map.token(i, thread)
                 scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
+
+    @cute.jit
+    def _issue_wgmma(self, accum: cute.Tensor, operands: TileOperands, stage: Int32):
+        """Start `accum = A tile @ B tile^T` of one K block. A wait for its group completes it."""
+        terms = self.config.terms
+        mma = cute.make_mma_atom(self.tiled_mma.op)
+        # Must come before the WGMMA, or they, which are asynchronous, overwrite registers that the
+        # promotion before still reads.
+        warpgroup.fence()
+        # The small term must come first: WGMMA accumulates with about 14 bits and would drop it
+        # behind the large one.
+        for i in cutlass.range_constexpr(terms):
+            stage_a, stage_b = self.acc_map.mma_order(stage * terms + (terms - 1 - i), stage)
+            for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
+                mma.set(warpgroup.Field.ACCUMULATE, i + k != 0)  # the first one overwrites
+                tA = operands.tCrA[None, None, k, stage_a]  # (MMA, MMA_M) = (1, 1): 64 x 32 of A
+                tB = operands.tCrB[None, None, k, stage_b]  # (MMA, MMA_N) = (1, 1): N x 32 of B
+                cute.gemm(mma, accum, tA, tB, accum)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _promote(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor):
+        """Compute acc += scale * accum, with the scale of each value's token and half."""
+        # (tile values / threads): value v of a thread, see `AccumulatorSm90`
+        flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        flat_accum = cute.make_tensor(accum.iterator, cute.make_layout(cute.size(accum)))
+        # Unrolled: registers have no addresses, so every index must be a constant.
+        for v in cutlass.range(cute.size(accum), unroll_full=True):
+            half = self.acc_map.half(v) if self.halves > 1 else 0
+            scale = scales[self.acc_map.scale_index(v), half]
+            flat_acc[v] = cute.math.fma(flat_accum[v], scale, flat_acc[v])
+
+    def _stage(self, state, i: int):
+        """Return the state `i` stages after `state`, which begins an iteration of the main loop."""
+        stages = self.config.num_stages
+        if self.unroll == stages:  # every iteration begins at stage 0: addresses are constants
+            return pipeline.PipelineState(
+                stages, state.count + i, Int32(i % stages), state.phase ^ (i // stages)
+            )
+        after = state.clone()
+        for _ in range(i):
+            after.advance()
+        return after
+
+    @cute.jit
+    def _overlapped_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
+        """Compute the same sum in the same order, with K blocks promoted while the next one runs.
+
+            i          0       1       2       ...  unroll
+            issue      kb 0    kb 1    kb 2         -
+            promote    -       kb 0    kb 1         kb unroll - 1
+
+        `i` counts the steps of one iteration of the loop.
+        """
+        ab_pipeline = operands.ab_pipeline
+        # K blocks alternate between two of each: ((2, 2, MMA columns / 8), 1, 1), (tokens, halves)
+        accums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(2)]
+        shape = self.acc_map.token_scales, self.halves
+        scales = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        acc.fill(0.0)
+        # Each iteration must end with nothing in flight: ptxas gives up on WGMMA that are in flight
+        # across a loop's back edge (C7514) and waits for every single one.
+        for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
+            for i in cutlass.range_constexpr(self.unroll + 1):
+                if cutlass.const_expr(i < self.unroll):
+                    stage = self._stage(state, i)
+                    ab_pipeline.consumer_wait(stage)
+                    self.load.rows.fence_loaded()
+                    self._load_scales(scales[i % 2], operands, thread, first + i, stage.index)
+                    self._issue_wgmma(accums[i % 2], operands, stage.index)
+                if cutlass.const_expr(i > 0):
+                    # Must come before the release; the group just issued may go on.
+                    warpgroup.wait_group(1 if i < self.unroll else 0)
+                    ab_pipeline.consumer_release(self._stage(state, i - 1))
+                    self._promote(acc, accums[1 - i % 2], scales[1 - i % 2])
+            state = self._stage(state, self.unroll)
+        return state
+
+    # --- weight scales of a tile ----------------------------------------------------------------
 
     @cute.jit
     def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
@@ -406,29 +451,33 @@ class GemmSm90:
             return (half * (self.n // 2) + n_tile * (c.tile_n // 2)) // BLOCK
         column = n_tile * c.tile_n
         if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
-            column = cutlass.min(column, self.n - 1)
+            column = cutlass.min(column, self.n - 1)  # a CTA of the cluster may lie outside
         return column // BLOCK
 
     @cute.jit
     def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
         """Write a tile's weight scales where all lanes of the warp find them."""
-        cute.arch.sync_warp()  # all lanes have read the previous tile's
+        cute.arch.sync_warp()  # must come before the writes: all lanes have read the last tile's
         for half in cutlass.range_constexpr(self.halves):
             for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     sSFB_warp[kb, half] = next_sfb[i, half]
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # must come before the reads, or a lane reads the last tile's
 
 
 class AccumulatorSm90:
-    """Where a tile's tokens and columns lie in the accumulators of the consumer threads.
+    """The places of a tile's tokens and columns in the accumulators of the consumer threads.
 
     WGMMA computes 64 rows by 8..256 columns. Usually tokens are its rows, and an expert's last tile
     wastes up to 63 of them. With swap_ab weights are its rows, whose number is a multiple of 128,
     and tokens come in eights. The products and the order of their sums are the same.
 
-    A thread's values count (2 columns, 2 rows, ...), `v` counts them. In the accumulator:
+    Warp w of the consumers has rows 16 w to 16 w + 15 of the MMA. Value v of lane l is, in the
+    order of the accumulator's ((2 columns, 2 rows, columns / 8), 1, 1):
+
+        row       16 w + l // 4 + 8 (v // 2 % 2)
+        column    8 (v // 4) + l % 4 * 2 + v % 2
 
                           tokens are rows            tokens are columns (swap_ab)
         a thread has      rows r and r + 8           every eighth pair of tokens
@@ -443,7 +492,7 @@ class AccumulatorSm90:
         self.token_scales = config.tile_m // 4 if self.swap_ab else 2
         # Values from v on that lie side by side in a row of the output.
         self.neighbour_columns = 1 if self.swap_ab else 2
-        self.shape = self.mma_order(config.tile_m, config.tile_n)
+        self.shape = self.mma_order(config.tile_m, config.tile_n)  # (M, N) of all warpgroups' MMA
         self.staged_rows = config.tile_m if self.swap_ab else WGMMA_M
         self.staged_parts = 1 if self.swap_ab else config.tile_n // EPILOGUE_N
 
@@ -458,7 +507,7 @@ class AccumulatorSm90:
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
-            (self.config.consumer_warpgroups, 1, 1),
+            (self.config.consumer_warpgroups, 1, 1),  # along M, N, K
             (WGMMA_M, self.shape[1]),
         )
 
@@ -494,7 +543,8 @@ class AccumulatorSm90:
         """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind, order = (kinds.MN_SW128, (1, 0)) if self.swap_ab else (kinds.K_SW128, (0, 1))
-        atom = warpgroup.make_smem_layout_atom(kind, BFloat16)
+        atom = warpgroup.make_smem_layout_atom(kind, BFloat16)  # (8, 64), with swap_ab (64, 8)
+        # ((8, tile_m / 8), (64, tile_n / 64)), with swap_ab ((64, tile_n / 64), (8, tile_m / 8))
         return cute.tile_to_shape(atom, self.shape, order)
 
     def staging_blocks(self) -> tuple[int, int]:
@@ -504,7 +554,7 @@ class AccumulatorSm90:
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
         """Return the copy of a thread's rounded values to the staging buffer."""
         # With swap_ab transposed: a token's 64 columns then lie side by side, as in the output.
-        matrices = 2 if self.swap_ab and self.config.tile_m % 16 else 4
+        matrices = 2 if self.swap_ab and self.config.tile_m % 16 else 4  # of 8x8, an instruction
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(self.swap_ab, matrices), BFloat16)
         tiled = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, tiled_mma))
         return tiled.get_slice(thread)

@@ -1,4 +1,10 @@
-"""The grouped GEMM on batched rows: where they lie, their products and zeros behind them."""
+"""The grouped GEMM on batched rows: multiplies the rows that experts have, zeroes those behind.
+
+    PlaceBatched   8 warps a CTA, all with one role: copy scales to the order that TMA reads
+    the GEMM       as `gemm_sm90` or `gemm_sm100`; its spare warp writes the zeros
+
+The GEMM waits for the placing kernel as for any previous one (`sync`).
+"""
 
 from typing import Any
 
@@ -11,29 +17,29 @@ from ..call import BLOCK, TMA_ROWS
 from . import architectures
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
-from .dsl import BYTES, vector
-from .fused import GEMMS
+from .dsl import ACCESS_BYTES, vector
+from .fused import GEMM_CLASSES
 from .gemm_load import ZeroPadding
 from .sync import wait_for_previous
 from .tiles import max_ctas
 
-SCALES = BYTES // 4
+ACCESS_SCALES = ACCESS_BYTES // 4
 """float32 scales of a 16-byte access."""
-WARPS = 8
-"""Of a CTA that copies scales."""
-ROWS = WARP * SCALES
+PLACE_BATCHED_WARPS = 8
+"""Warps of a CTA that copies scales."""
+PLACE_BATCHED_ROWS = WARP * ACCESS_SCALES
 """Rows whose scales a CTA copies."""
 
 
 class PlaceBatched:
     """`expert_rows[:, e] = e * max_rows + (0, masked_m[e])`, and scales of all rows side by side.
 
-    `grid = (ceil(max_rows / ROWS), experts)`; a warp has every eighth K block.
+    `grid = (ceil(max_rows / PLACE_BATCHED_ROWS), experts)`; a warp has every eighth K block.
     """
 
     def __init__(self, k: int):
         self.blocks = k // BLOCK
-        self.blocks_per_warp = -(-self.blocks // WARPS)
+        self.blocks_per_warp = -(-self.blocks // PLACE_BATCHED_WARPS)
 
     @cute.kernel
     def kernel(self, a_scale, masked_m, scales, expert_rows, counter):
@@ -47,19 +53,20 @@ class PlaceBatched:
             expert_rows[1, expert] = first + count
             if expert == 0:
                 counter[0] = Int32(0)
-        row = part * ROWS + thread % WARP * SCALES
+        row = part * PLACE_BATCHED_ROWS + thread % WARP * ACCESS_SCALES
         if row < count:
-            taken = cute.make_rmem_tensor((SCALES, self.blocks_per_warp), Float32)
+            # (4 rows, K blocks of a warp)
+            values = cute.make_rmem_tensor((ACCESS_SCALES, self.blocks_per_warp), Float32)
             for i in cutlass.range_constexpr(self.blocks_per_warp):
-                block = i * WARPS + thread // WARP
+                block = i * PLACE_BATCHED_WARPS + thread // WARP
                 if block < self.blocks:
                     at = (Int64(expert) * self.blocks + block) * max_rows + row
-                    cute.autovec_copy(vector(a_scale.iterator + at, SCALES), taken[None, i])
+                    cute.autovec_copy(vector(a_scale.iterator + at, ACCESS_SCALES), values[None, i])
             for i in cutlass.range_constexpr(self.blocks_per_warp):
-                block = i * WARPS + thread // WARP
+                block = i * PLACE_BATCHED_WARPS + thread // WARP
                 if block < self.blocks:
                     at = Int64(block) * cute.size(scales, mode=[1]) + first + row
-                    cute.autovec_copy(taken[None, i], vector(scales.iterator + at, SCALES))
+                    cute.autovec_copy(values[None, i], vector(scales.iterator + at, ACCESS_SCALES))
 
 
 class BatchedGemm:
@@ -68,7 +75,7 @@ class BatchedGemm:
     def __init__(self, config: Any, n: int, k: int, experts: int):
         self.n, self.k, self.experts = n, k, experts
         self.place = PlaceBatched(k)
-        self.gemm = GEMMS[type(config)](config, n, k, experts, side_job=ZeroPadding(n))
+        self.gemm = GEMM_CLASSES[type(config)](config, n, k, experts, side_job=ZeroPadding(n))
 
     @cute.jit
     def __call__(
@@ -95,8 +102,8 @@ class BatchedGemm:
         counter = cute.make_tensor(tables.iterator + 2 * experts, cute.make_layout(1))
         max_rows = cute.size(a_scale, mode=[2])
         self.place.kernel(a_scale, masked_m, flat_scales, expert_rows, counter).launch(
-            grid=[(max_rows + (ROWS - 1)) // ROWS, experts, 1],
-            block=[WARPS * WARP, 1, 1],
+            grid=[(max_rows + (PLACE_BATCHED_ROWS - 1)) // PLACE_BATCHED_ROWS, experts, 1],
+            block=[PLACE_BATCHED_WARPS * WARP, 1, 1],
             stream=stream,
             use_pdl=True,
         )
@@ -118,7 +125,7 @@ def batched_gemm(a, a_scale, b, b_scale, masked_m, out, config) -> None:
 @CompiledOnce
 def compile_batched_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
     """Compile the GEMM alone, as `grouped_gemm.compile_grouped_gemm`."""
-    max_rows, blocks = Extent("max_rows", ROWS), k // BLOCK
+    max_rows, blocks = Extent("max_rows", PLACE_BATCHED_ROWS), k // BLOCK
     arguments = (
         Tensor(Float8E4M3FN, (experts, max_rows, k)),
         Tensor(Float32, (experts, blocks, max_rows)),

@@ -1,5 +1,13 @@
-"""Bring tokens to the rows of their experts: `Permute` copies them, `PlaceTokens` finds them
-there."""
+"""Brings tokens to the rows of their experts, with their scales.
+
+    Permute       copies each token to all its rows: a CTA of 2 warps a token, all its loads in
+                  flight at once. With FP8 tokens further CTAs copy scales, 32 rows each.
+    PlaceTokens   takes rows that lie by expert already: says where, and copies scales to the order
+                  that TMA reads. With bfloat16 tokens it quantises them, a CTA a row.
+
+All warps have the same role; nothing goes through shared memory. Both kernels begin with
+`wait_for_previous`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +17,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
 from ..call import BLOCK, Form, round_up
-from .compile import TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
+from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
 from .configs import WARP
 from .dsl import BF16_VECTOR, E4M3_VECTOR, alignment, load, vector
 from .swiglu import QuantisedTokens, quantise, quantise_token
@@ -97,7 +105,7 @@ class Permute:
         row = block * WARP + cute.arch.lane_idx()
         warps = PERMUTE_THREADS // WARP
         each = self.blocks // warps
-        values = cute.make_rmem_tensor(max(each, 1), Float32)
+        values = cute.make_rmem_tensor(max(each, 1), Float32)  # (blocks of a lane,)
         if row < by_row.end[0]:
             token = by_row.token_of_row[row]
             for i in cutlass.range_constexpr(each):
@@ -112,16 +120,17 @@ class Permute:
     def _copy(self, x, x_scale, pair_row, a, a_scale, token: Int32):
         """Copy a token to its rows, with its scales unless those tensors are None."""
         thread, _, _ = cute.arch.thread_idx()
-        rows = cute.make_rmem_tensor(self.top_k, Int32)
+        rows = cute.make_rmem_tensor(self.top_k, Int32)  # (top_k,)
         load(pair_row.iterator + token * self.top_k, rows)
         last = Int32(-1)
         for s in cutlass.range_constexpr(self.top_k):
             last = cutlass.max(last, rows[s])
         if last >= 0:
+            # (16, vectors of a thread)
             values = cute.make_rmem_tensor((E4M3_VECTOR, self.vectors_per_thread), Float8E4M3FN)
             quantised = x.element_type is BFloat16
             per_thread = self.vectors_per_thread if quantised else self.blocks_per_thread
-            scales = cute.make_rmem_tensor(per_thread, Float32)
+            scales = cute.make_rmem_tensor(per_thread, Float32)  # (per_thread,), see `_block`
             if cutlass.const_expr(quantised):
                 self._quantise(x, token, thread, values, scales)
             else:
@@ -156,6 +165,7 @@ class Permute:
     def _quantise(self, x, token, thread, values, scales):
         """Load and quantise a thread's part of a bfloat16 token: 16 values of each of its
         blocks."""
+        # (16, vectors of a thread)
         raw = cute.make_rmem_tensor((E4M3_VECTOR, self.vectors_per_thread), BFloat16)
         raw.fill(0.0)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
@@ -163,6 +173,7 @@ class Permute:
             if column < self.hidden:
                 at = x.iterator + Int64(token) * self.hidden + column
                 for half in cutlass.range_constexpr(2):
+                    # (8,): 16 bytes
                     to = cute.make_tensor(
                         raw[None, i].iterator + half * BF16_VECTOR, cute.make_layout(BF16_VECTOR)
                     )
@@ -253,7 +264,7 @@ class PlaceTokens:
         """Copy the scales of 32 rows of an expert from `begin` on."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = begin + cute.arch.lane_idx()
-        values = cute.make_rmem_tensor(self.blocks_per_warp, Float32)
+        values = cute.make_rmem_tensor(self.blocks_per_warp, Float32)  # (blocks of a warp,)
         if row < count:
             for i in cutlass.range_constexpr(self.blocks_per_warp):
                 if i * PLACE_WARPS + warp < self.blocks:
@@ -265,7 +276,7 @@ class PlaceTokens:
 
 def token_arguments(hidden: int, tokens: Extent, form: Form) -> tuple[Argument, Argument]:
     """Describe the tokens and their scales."""
-    x, scale = Tensor(TYPES[form.x], (tokens, hidden)), None
+    x, scale = Tensor(DSL_TYPES[form.x], (tokens, hidden)), None
     if form.has_scales:
         strides = (Extent("block stride"), Extent("token stride")) if form.strided_scales else None
         scale = Tensor(Float32, (hidden // BLOCK, tokens), 4, strides)

@@ -1,10 +1,15 @@
-"""Routing: experts and weights of every token, and the row of every pair of a local expert.
+"""Routing: chooses every token's experts and weights, and numbers the rows of the local experts.
 
-Two kernels with the arithmetic of `reference.route`. `ChooseExperts` gives each token a warp and
-marks, for every local expert, the tokens that chose it: a bit a token, a word for 32 tokens.
-`NumberRows` numbers the pairs by expert, then by token, by counting bits. No result depends on the
-order in which CTAs run. Up to 32 tokens are one word, which one CTA marks and numbers
-(`RouteWord`).
+Two kernels with the arithmetic of `reference.route`, every warp with the same role:
+
+    ChooseExperts   a warp a token, 8 tokens a CTA. Chooses experts and marks, for every local
+                    expert, the tokens that chose it: a bit a token, a word for 32 tokens.
+    NumberRows      a thread a pair, 128 tokens a CTA. Numbers the pairs by expert, then by token,
+                    by counting bits.
+
+Marks in global memory connect them; `NumberRows` waits for all of `ChooseExperts`. Up to 32 tokens
+are one word: one CTA of `RouteWord`, a warp a token, marks it in shared memory and numbers it. No
+result depends on the order in which CTAs run.
 
 Ties go to the lower expert or group. A NaN is larger than every number, as in `torch.topk`.
 
@@ -28,7 +33,7 @@ from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
 from ..call import EPSILON, Form, MoeShape
-from .compile import TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
+from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
 from .dsl import SmemAllocator, load
 from .swiglu import QuantisedTokens, quantise_token
@@ -50,8 +55,8 @@ NAN_ORDER = 2**31 - 1
 
 
 class RouterInputs(NamedTuple):
-    """What the experts are chosen from. With `given` the fields hold those of `GivenExperts`: a
-    kernel's argument has one type."""
+    """The inputs of the choice. With `given` the fields hold those of `GivenExperts`: a kernel's
+    argument has one type."""
 
     logits: cute.Tensor  # (tokens, experts) f32 or bf16
     bias: cute.Tensor | None  # (experts,) bf16 or f32
@@ -172,14 +177,15 @@ class ChooseExperts:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = SmemAllocator()
-        marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))
+        marked = memory.allocate_tensor(Int32, cute.make_layout(self.local))  # (local,)
         first = block * BYTE_TOKENS
         local, slot, _ = self._mark(inputs, weights, first, memory, marked)
         token = first + warp
         if token < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             expert[token, slot] = local
-        # Its own bytes of the words, the lowest first.
+        # This CTA's byte of each expert's word: CTAs share a word and must not write all of it.
         word = block // (WORD_TOKENS // BYTE_TOKENS)
+        # (local, 4 bytes), the lowest first
         layout = cute.make_layout(
             (self.local, WORD_TOKENS // BYTE_TOKENS), stride=(WORD_TOKENS // BYTE_TOKENS, 1)
         )
@@ -199,13 +205,13 @@ class ChooseExperts:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        slots = cute.make_layout((self.tokens, WARP), stride=(WARP, 1))
+        slots = cute.make_layout((self.tokens, WARP), stride=(WARP, 1))  # (tokens of a CTA, 32)
         if cutlass.const_expr(not self.given):
             chosen_id = memory.allocate_tensor(Int32, slots)
             chosen = memory.allocate_tensor(Float32, slots)
         for e in cutlass.range(thread, self.local, self.tokens * WARP, unroll=1):
             marked[e] = Int32(0)
-        cute.arch.barrier()
+        cute.arch.barrier()  # must come before the marks of other warps
         wait_for_previous()
 
         token = first + warp
@@ -217,8 +223,9 @@ class ChooseExperts:
                     mark = Int32(1) << warp
                     cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
         elif token < cute.size(inputs.logits, mode=[0]):
+            # (32 slots,) of this token each
             self._choose(inputs, token, chosen_id[warp, None], chosen[warp, None])
-            cute.arch.sync_warp()
+            cute.arch.sync_warp()  # must come before a lane reads the slot that another one wrote
             score = Float32(0.0)
             if lane < self.top_k:
                 score = chosen[warp, lane]
@@ -232,7 +239,7 @@ class ChooseExperts:
                 else:
                     mark = Int32(1) << warp
                     cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
-        cute.arch.barrier()
+        cute.arch.barrier()  # must come before `marked` is read
         return local, slot, again
 
     @cute.jit
@@ -278,6 +285,7 @@ class ChooseExperts:
         """Write the ids of the token's experts, ascending, and their scores."""
         logits, bias = inputs.logits, inputs.bias
         first = cute.arch.lane_idx() * self.own
+        # (own,) each: the experts of this lane
         scores = cute.make_rmem_tensor(self.own, Float32)
         biased = cute.make_rmem_tensor(self.own, Float32)
         order = cute.make_rmem_tensor(self.own, Int32)
@@ -334,18 +342,18 @@ class ChooseExperts:
             a, b = ranked[i], ranked[j]
             ranked[i], ranked[j] = cutlass.max(a, b), cutlass.min(a, b)
         if cutlass.const_expr(self.kept_groups < self.groups):
-            kept = self._keeps(ranked[0], ranked[1] if self.own > 1 else Int32(LOWEST))
-            ranked = [cutlass.select_(kept, value, Int32(LOWEST)) for value in ranked]
+            stays = self._keeps(ranked[0], ranked[1] if self.own > 1 else Int32(LOWEST))
+            ranked = [cutlass.select_(stays, value, Int32(LOWEST)) for value in ranked]
 
         below = cute.arch.lanemask_lt()
-        taken = Int32(0)  # of this lane's experts
-        last = Int32(NAN_ORDER)  # order of the last one taken
+        count = Int32(0)  # of this lane's experts that are chosen
+        last = Int32(NAN_ORDER)  # order of the last one chosen
         for turn in cutlass.range_constexpr(self.top_k):
             top = cute.arch.warp_redux_sync(ranked[0], "max")
             having = cute.arch.vote_ballot_sync(Boolean(ranked[0] == top))
             owner = ranked[0] == top and (having & below) == 0
             last = cutlass.select_(owner, top, last)
-            taken = cutlass.select_(owner, taken + 1, taken)
+            count = cutlass.select_(owner, count + 1, count)
             # As deep as the turns that are left can reach.
             for j in cutlass.range_constexpr(min(self.own, self.top_k - turn) - 1):
                 ranked[j] = cutlass.select_(owner, ranked[j + 1], ranked[j])
@@ -356,11 +364,11 @@ class ChooseExperts:
         for j in cutlass.range_constexpr(self.own):
             above = cutlass.select_(order[j] > last, above | (1 << j), above)
             equal = cutlass.select_(order[j] == last, equal | (1 << j), equal)
-        surplus = cute.arch.popc(equal) + cute.arch.popc(above) - taken
+        surplus = cute.arch.popc(equal) + cute.arch.popc(above) - count
         while surplus > 0:  # of experts that tie, the lowest
             equal = equal ^ (Int32(1) << Int32(cute.arch.bfind(Uint32(equal))))
             surplus -= 1
-        return cutlass.select_(taken > 0, above | equal, Int32(0))
+        return cutlass.select_(count > 0, above | equal, Int32(0))
 
     @cute.jit
     def _keeps(self, best: Int32, second: Int32) -> Boolean:
@@ -439,6 +447,7 @@ class RouteWord(ChooseExperts):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = SmemAllocator()
+        # (local,) each: marks of the tokens, first row and number of rows of an expert
         layout = cute.make_layout(self.local)
         marked = memory.allocate_tensor(Int32, layout)
         begins = memory.allocate_tensor(Int32, layout)
@@ -447,13 +456,14 @@ class RouteWord(ChooseExperts):
         zero(numbered.counters, thread)
         for e in cutlass.range(thread, self.local, ROUTE_THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
-        cute.arch.barrier()
+        cute.arch.barrier()  # must come before the sums, which one warp makes of all counts
         if warp == 0:
             add_begins(begins, total, numbered.m_indptr, Boolean(True))
-        cute.arch.barrier()
+        cute.arch.barrier()  # must come before all warps read `begins`
         if warp < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             row = Int32(-1)
             if local >= 0:
+                # The rows of the tokens before this one follow `begins`.
                 row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
                 if cutlass.const_expr(self.names_tokens and self.given):
                     if not again:
@@ -505,11 +515,11 @@ class NumberRows:
         words, tokens = cute.size(marks, mode=[0]), cute.size(expert, mode=[0])
         memory = SmemAllocator()
         layout = cute.make_layout(self.local)
-        before = memory.allocate_tensor(Int32, layout)  # rows of an expert in earlier blocks
-        total = memory.allocate_tensor(Int32, layout)
+        before = memory.allocate_tensor(Int32, layout)  # (local,): its rows in earlier blocks
+        total = memory.allocate_tensor(Int32, layout)  # (local,): its rows
         for e in cutlass.range(thread, self.local, ROUTE_THREADS, unroll=1):
             before[e], total[e] = Int32(0), Int32(0)
-        cute.arch.barrier()
+        cute.arch.barrier()  # must come before other threads add to them
         wait_for_previous()
         if block == 0:
             zero(numbered.counters, thread)
@@ -517,19 +527,19 @@ class NumberRows:
         readers = ROUTE_THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
-            found = cute.make_rmem_tensor(2, Int32)
-            found.fill(0)
+            counts = cute.make_rmem_tensor(2, Int32)  # (before, total)
+            counts.fill(0)
             for w in cutlass.range(thread // self.local, words, readers, unroll=4):
                 count = cute.arch.popc(marks[w, e])
                 earlier = cutlass.select_(w < block * NUMBER_WORDS, count, Int32(0))
-                found[0] += earlier
-                found[1] += count
+                counts[0] += earlier
+                counts[1] += count
             for i, sums in enumerate((before, total)):
-                cute.arch.atomic_add(sums.iterator + e, found[i], sem="relaxed", scope="cta")
-        cute.arch.barrier()
+                cute.arch.atomic_add(sums.iterator + e, counts[i], sem="relaxed", scope="cta")
+        cute.arch.barrier()  # must come before the sums, which one warp makes of all counts
         if warp == 0:
             add_begins(before, total, numbered.m_indptr, block == 0)
-        cute.arch.barrier()
+        cute.arch.barrier()  # must come before all threads read `before`
         for i in cutlass.range(
             thread, NUMBER_WORDS * WORD_TOKENS * self.top_k, ROUTE_THREADS, unroll=1
         ):
@@ -539,6 +549,7 @@ class NumberRows:
                 e = expert[token, i % self.top_k]
                 row = Int32(-1)
                 if e >= 0:
+                    # After the rows of earlier blocks come those of this block's earlier tokens.
                     row = before[e]
                     for w in cutlass.range_constexpr(NUMBER_WORDS):
                         if w <= within // WORD_TOKENS:
@@ -619,13 +630,13 @@ def bits_of(order: Int32) -> Int32:
 def routing_arguments(shape: MoeShape, tokens: Extent, form: Form) -> tuple[Argument, ...]:
     """Describe the first four parameters of `Route`: logits, bias, first local expert, factor of
     the weights; with `given` ids, weights, first local expert, map of the experts."""
-    choice = TYPES[form.choice]
+    choice = DSL_TYPES[form.choice]
     if shape.routing == "given":
         pairs = tokens, shape.top_k
         expert_map = Tensor(Int32, (shape.num_experts,), align=4) if form.has_map else None
         ids = Tensor(choice, pairs, align=form.choice.itemsize)
         return ids, Tensor(Float32, pairs, align=4), Scalar(Int32), expert_map
-    bias = Tensor(TYPES[form.bias], (shape.num_experts,)) if form.bias else None
+    bias = Tensor(DSL_TYPES[form.bias], (shape.num_experts,)) if form.bias else None
     return Tensor(choice, (tokens, shape.num_experts)), bias, Scalar(Int32), Scalar(Float32)
 
 

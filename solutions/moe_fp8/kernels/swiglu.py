@@ -1,5 +1,6 @@
-"""SwiGLU and FP8: the arithmetic that GEMM1's epilogue and the other kernels share, and a kernel.
+"""SwiGLU and FP8: computes both for GEMM1's epilogue and other kernels, and as a kernel alone.
 
+`SwigluQuant` has one role for all its warps, half a warp a scale block, and stages nothing.
 Every place that quantises gives the same bits for the same values: GEMM1's epilogue, the kernel
 `SwigluQuant` (where no epilogue does it), and the quantisation of bfloat16 tokens.
 """
@@ -31,7 +32,7 @@ SWIGLU_ROWS = 2
 
 
 class Activation(NamedTuple):
-    """What GEMM1's epilogue computes of up and gate."""
+    """The function of up and gate that GEMM1's epilogue computes."""
 
     swiglu: Swiglu
     gate_first: bool  # the weights' first half is gate
@@ -75,12 +76,12 @@ def block_scale(amax: Float32, ue8m0: bool = False) -> Float32:
     """
     scale = amax / FP8_MAX
     if ue8m0:
-        made = cute.make_rmem_tensor(1, Float32)
-        made[0] = scale
-        bits = cute.recast_tensor(made, Int32)
+        rounded = cute.make_rmem_tensor(1, Float32)
+        rounded[0] = scale
+        bits = cute.recast_tensor(rounded, Int32)
         bits[0] = (bits[0] + MANTISSA) & ~MANTISSA
         # The bits of a NaN could become those of a number.
-        scale = cutlass.select_(scale < math.inf, made[0], scale)
+        scale = cutlass.select_(scale < math.inf, rounded[0], scale)
     return cutlass.select_(scale == 0.0, Float32(1.0), scale)
 
 
@@ -88,11 +89,11 @@ def block_scale(amax: Float32, ue8m0: bool = False) -> Float32:
 def divide(values: cute.Tensor, scale: Float32):
     """Compute `values / scale` in place, rounded as a division is, without its slow path.
 
-    The hardware's division leaves its fast path for numerators near zero, and `silu` makes many: it
-    made the fused layer's GEMM1 1.24 times slower at T=14107. Here a product with the reciprocal is
-    corrected by its residual, which an FMA gives exactly (Markstein, IBM Journal of Research and
-    Development 34, 1990). Where the residual underflows, the loss is far below the smallest FP8
-    value. A scale of extraordinary size takes the division itself.
+    The hardware's division leaves its fast path for numerators near zero, and `silu` makes many.
+    Here a product with the reciprocal is corrected by its residual, which an FMA gives exactly
+    (Markstein, IBM Journal of Research and Development 34, 1990). Where the residual underflows,
+    the loss is far below the smallest FP8 value. A scale of extraordinary size takes the division
+    itself. docs/notes/fused.md has times.
     """
     if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
         inverse = 1.0 / scale
@@ -126,12 +127,12 @@ def quantise_token(tokens: QuantisedTokens, token: Int32, ue8m0: bool):
     """
     thread, _, _ = cute.arch.thread_idx()
     hidden, column = cute.size(tokens.x, mode=[1]), thread * BF16_VECTOR
-    raw = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)
+    raw = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)  # (8,): 16 bytes
     raw.fill(0.0)
     start = Int64(token) * hidden + column
     if column < hidden:
         cute.autovec_copy(vector(tokens.x.iterator + start, BF16_VECTOR), raw)
-    quantised = cute.make_rmem_tensor(BF16_VECTOR, Float8E4M3FN)
+    quantised = cute.make_rmem_tensor(BF16_VECTOR, Float8E4M3FN)  # (8,)
     scale = quantise(raw, quantised, ue8m0)
     if column < hidden:
         cute.autovec_copy(quantised, vector(tokens.q.iterator + start, BF16_VECTOR))
@@ -147,7 +148,7 @@ def quantise(raw: cute.Tensor, quantised: cute.Tensor, ue8m0: bool) -> Float32:
     residual as in `divide`, here with the sign of a zero.
     """
     size = cute.size(raw)
-    values = cute.make_rmem_tensor(size, Float32)
+    values = cute.make_rmem_tensor(size, Float32)  # (8,) or (16,): this lane's part of a block
     values.store(raw.load().to(Float32))
     bits = cute.recast_tensor(values, Int32)
     largest = cute.make_rmem_tensor(1, Int32)
@@ -191,7 +192,7 @@ class SwigluQuant:
 
     blocks_per_cta = SWIGLU_THREADS // BLOCK_LANES
     ctas_per_multiprocessor = 8
-    """As many as its registers hold at once: more would come in a second wave of a few."""
+    """CTAs that fit at once, by their registers: more would come in a second wave of a few."""
 
     def __init__(self, intermediate: int, swiglu: Swiglu = SILU, ue8m0: bool = False):
         self.intermediate, self.swiglu, self.ue8m0 = intermediate, swiglu, ue8m0
@@ -230,6 +231,7 @@ class SwigluQuant:
         wait_for_previous()
         if block < self.blocks:
             rows = m_indptr[cute.size(m_indptr) - 1]
+            # (8 columns, SWIGLU_ROWS) each
             up = cute.make_rmem_tensor((BF16_VECTOR, SWIGLU_ROWS), BFloat16)
             gate = cute.make_rmem_tensor((BF16_VECTOR, SWIGLU_ROWS), BFloat16)
             for first in cutlass.range(cta, rows, SWIGLU_ROWS * ctas):
@@ -243,7 +245,7 @@ class SwigluQuant:
                 for i in cutlass.range_constexpr(SWIGLU_ROWS):
                     row = first + i * ctas
                     if row < rows:
-                        quantised = cute.make_rmem_tensor(BF16_VECTOR, Float8E4M3FN)
+                        quantised = cute.make_rmem_tensor(BF16_VECTOR, Float8E4M3FN)  # (8,)
                         scale = self._quantise(up[None, i], gate[None, i], quantised)
                         target = q.iterator + Int64(row) * self.intermediate + column
                         cute.autovec_copy(quantised, vector(target, BF16_VECTOR))
@@ -253,12 +255,13 @@ class SwigluQuant:
     @cute.jit
     def _quantise(self, up: cute.Tensor, gate: cute.Tensor, quantised: cute.Tensor) -> Float32:
         """Fill one thread's part of a scale block and return the block's scale."""
-        c = cute.make_rmem_tensor(BF16_VECTOR, Float32)
+        c = cute.make_rmem_tensor(BF16_VECTOR, Float32)  # (8,)
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(BF16_VECTOR):
             gate_factor = activate_gate(Float32(gate[i]), self.swiglu)
             c[i] = gate_factor * activate_up(Float32(up[i]), self.swiglu)
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
+        # Half a warp has the 128 columns of the block.
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=BLOCK_LANES)
 
         scale = block_scale(amax, self.ue8m0)

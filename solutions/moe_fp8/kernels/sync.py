@@ -1,4 +1,4 @@
-"""How kernels, CTAs and warps wait for each other: launches, hand-over of rows, pairs, barriers.
+"""Waits between kernels, CTAs and warps: launches, hand-over of rows, pairs, barriers.
 
 Programmatic dependent launch (PDL). A kernel starts while its predecessor in the stream still runs.
 
@@ -59,7 +59,7 @@ def wait_for_previous() -> None:
 
 
 class Ready(NamedTuple):
-    """What a kernel knows of the rows that its predecessor hands over."""
+    """The rows that a kernel's predecessor hands over, and where they may be overwritten."""
 
     counts: cute.Tensor  # (experts,) i32, zeroed before: elements of each expert's rows in memory
     writable_rows: Int32 | None = None
