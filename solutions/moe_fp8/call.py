@@ -95,7 +95,7 @@ def shown(value: object) -> str:
 ROUTINGS = ("deepseek_v3", "renormalize", "given")
 """Ways to choose a token's experts and their weights, see `reference.choose_experts`. With `given`
 the caller has chosen them (`RoutedInputs`)."""
-LARGEST = {
+LARGEST_SIZES = {
     "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
     "num_local_experts": 1024,
     "hidden_size": 8192,  # block scales of up and gate that a warp of GEMM1 keeps
@@ -208,22 +208,24 @@ class MoeShape:
             )
         if not 1 <= self.topk_group <= self.n_group:
             raise ValueError(f"topk_group={self.topk_group}: expected 1..n_group={self.n_group}")
-        # Experts that are given may be given twice.
-        kept = self.topk_group * self.group_size if self.routing != "given" else LARGEST["top_k"]
-        if not 1 <= self.top_k <= kept:
+        most = LARGEST_SIZES["top_k"]  # the caller may choose an expert twice
+        if self.routing != "given":
+            most = self.topk_group * self.group_size
+        if not 1 <= self.top_k <= most:
             raise ValueError(
-                f"top_k={self.top_k}: expected 1..{kept}, "
+                f"top_k={self.top_k}: expected 1..{most}, "
                 + ("the experts of the kept groups" if self.routing != "given" else "of a token")
             )
-        for name, largest in LARGEST.items():
+        for name, largest in LARGEST_SIZES.items():
             if getattr(self, name) > largest:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at most {largest}")
-        of_lane = -(-self.num_experts // LANES)
-        lanes = self.group_size / of_lane
+        experts_per_lane = -(-self.num_experts // LANES)
+        lanes = self.group_size / experts_per_lane
         if self.topk_group < self.n_group and lanes not in (1, 2, 4, 8, 16):
             raise ValueError(
-                f"n_group={self.n_group}: groups of {self.group_size} experts, expected {of_lane} "
-                f"times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} keeps a part of them"
+                f"n_group={self.n_group}: groups of {self.group_size} experts, expected "
+                f"{experts_per_lane} times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} "
+                "keeps a part of them"
             )
 
     @property

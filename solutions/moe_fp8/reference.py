@@ -24,9 +24,9 @@ from .call import (
     described,
 )
 
-COLUMNS = 1024
+GEMM_COLUMNS = 1024
 """Output columns computed at once: their weights in float32 stay within a few MB per expert."""
-ROWS = 1024
+GEMM_ROWS = 1024
 """Rows computed at once, which bounds the partial products of all K blocks held together."""
 
 
@@ -295,11 +295,11 @@ def grouped_gemm(
     float32, rounded to `out`'s type at the end. Other rows of `out` are not written.
     """
     for expert, (first, end) in enumerate(expert_rows.t().tolist()):
-        for start in range(first, end, ROWS):
-            rows = slice(start, min(start + ROWS, end))
-            for n in range(0, b.shape[1], COLUMNS):
-                columns = slice(n, n + COLUMNS)
-                blocks = slice(n // BLOCK, (n + COLUMNS) // BLOCK)
+        for start in range(first, end, GEMM_ROWS):
+            rows = slice(start, min(start + GEMM_ROWS, end))
+            for n in range(0, b.shape[1], GEMM_COLUMNS):
+                columns = slice(n, n + GEMM_COLUMNS)
+                blocks = slice(n // BLOCK, (n + GEMM_COLUMNS) // BLOCK)
                 out[rows, columns] = _scaled_product(
                     a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, blocks]
                 )

@@ -16,7 +16,7 @@ from ..call import BLOCK
 from ..gemms.checks import validate_contiguous
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
+from .supported import SM90, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_contiguous",
@@ -43,7 +43,7 @@ def run(a, a_scale, b, b_scale, m_indptr, out):
     """
     validate_contiguous(a, a_scale, b, b_scale, m_indptr, out)
     device, (total, k), (experts, n, _) = out.device, a.shape, b.shape
-    require_gpu(device, HOPPER)
+    require_gpu(device, SM90)
     deep_gemm = require("deep_gemm", REQUIREMENT)
     require("triton", "triton")
     if total == 0:

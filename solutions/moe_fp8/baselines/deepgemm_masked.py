@@ -13,7 +13,7 @@ import torch
 from ..gemms.checks import validate_masked
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
+from .supported import SM90, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_masked",
@@ -34,7 +34,7 @@ def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
             or a package is not installed.
     """
     validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
-    require_gpu(out.device, HOPPER)
+    require_gpu(out.device, SM90)
     deep_gemm = require("deep_gemm", REQUIREMENT)
     require("triton", "triton")
     if a.shape[1] == 0:

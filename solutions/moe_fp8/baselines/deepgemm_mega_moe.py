@@ -25,10 +25,10 @@ import torch
 
 from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
 from .deepgemm_device import REQUIREMENT, require_first_device
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
 from .shared import begin, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -61,7 +61,7 @@ class OneRank(NamedTuple):
     num_topk: int
 
 
-class Weights(NamedTuple):
+class InterleavedWeights(NamedTuple):
     """Of the local experts, as the kernel reads them."""
 
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, in turns
@@ -84,7 +84,7 @@ def capacity(tokens: int) -> int:
     return max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
-@HeldPerStream
+@PerStream
 def held(room: int, shape: MoeShape, device: torch.device) -> Held:
     """For a capacity."""
     deep_gemm = require("deep_gemm", REQUIREMENT)
@@ -121,17 +121,17 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
     )
 
 
-@HeldPerStream
-def own_weights(shape: MoeShape, device: torch.device) -> Weights:
+@PerStream
+def own_weights(shape: MoeShape, device: torch.device) -> InterleavedWeights:
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    return Weights(
+    return InterleavedWeights(
         torch.empty((experts, 2 * i, h), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((experts, 2 * i // BLOCK, h // BLOCK), dtype=torch.float32, device=device),
         torch.empty((experts, h // BLOCK, i // BLOCK), dtype=torch.float32, device=device),
     )
 
 
-@HeldPerStream
+@PerStream
 def routed_tokens(tokens: int, shape: MoeShape, device: torch.device) -> "Routed":
     from .triton_stages import new_routed
 
@@ -159,7 +159,7 @@ def copy_scales(scales: torch.Tensor, out: torch.Tensor) -> None:
     out.masked_fill_(out == 0, NOT_ZERO)
 
 
-def prepare(inputs: MoeInputs, out: Weights) -> None:
+def interleave_weights(inputs: MoeInputs, out: InterleavedWeights) -> None:
     """Write the weights as the kernel reads them."""
     take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, out.w13, out.w13_scale)
     copy_scales(inputs.gemm2_weights_scale, out.w2_scale)
@@ -178,9 +178,11 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
 
 @torch.inference_mode()
 @on_its_device
-def call_prepared(inputs: MoeInputs, output: torch.Tensor, prepared: Weights | None) -> None:
-    """The same with weights that `prepare` has written; None: prepare them now."""
-    tokens, deep_gemm = begin(inputs, output, SHAPE, HOPPER, "deep_gemm", REQUIREMENT)
+def call_prepared(
+    inputs: MoeInputs, output: torch.Tensor, prepared: InterleavedWeights | None
+) -> None:
+    """The same with weights that `interleave_weights` has written; None: prepare them now."""
+    tokens, deep_gemm = begin(inputs, output, SHAPE, SM90, "deep_gemm", REQUIREMENT)
     if tokens == 0:
         return
     require_first_device(output.device)
@@ -197,7 +199,7 @@ def call_prepared(inputs: MoeInputs, output: torch.Tensor, prepared: Weights | N
 
     if prepared is None:
         prepared = own_weights(SHAPE, output.device)
-        prepare(inputs, prepared)
+        interleave_weights(inputs, prepared)
     w13, w13_scale, w2_scale = prepared
     mega_moe = deep_gemm.fp8_mega_moe
     # Without a bound it chooses its schedule by the room; 0.1.5 always does.

@@ -20,9 +20,9 @@ import torch
 
 from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, run_of
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .shared import Tables, begin, new_buffers, new_tables, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 SOLUTION = {
     "name": "deepgemm_moe",
@@ -37,7 +37,7 @@ MASKED_ROWS = 32 * 16384
 T=11948 1.33, 1.34; T=14107 1.86, 1.97."""
 
 
-@HeldPerStream
+@PerStream
 def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Tables:
     """For the masked layout, or the contiguous one without `max_rows`."""
     from .triton_stages import row_bound
@@ -47,7 +47,7 @@ def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.dev
     return new_tables(tokens, rows, shape, device)
 
 
-masked_buffers = HeldPerStream(new_buffers)
+masked_buffers = PerStream(new_buffers)
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class DeepGemmLayer:
                 on, or a package is not installed.
         """
         shape, device = self.shape, output.device
-        tokens, deep_gemm = begin(inputs, output, shape, HOPPER, "deep_gemm", REQUIREMENT)
+        tokens, deep_gemm = begin(inputs, output, shape, SM90, "deep_gemm", REQUIREMENT)
         if tokens == 0:
             return
         require_first_device(device)

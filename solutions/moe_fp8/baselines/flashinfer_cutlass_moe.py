@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
 from .shared import begin, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -36,7 +36,7 @@ REQUIREMENT = "flashinfer-python==0.7.2.post1"
 SHAPE = DEEPSEEK_V3
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, shape: MoeShape, device: torch.device
 ) -> "tuple[Routed, torch.Tensor, torch.Tensor]":
@@ -82,7 +82,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         ValueError: an argument is wrong.
         RuntimeError: the GPU is not supported, or a package is not installed.
     """
-    tokens, fused_moe = begin(inputs, output, SHAPE, HOPPER, "flashinfer.fused_moe", REQUIREMENT)
+    tokens, fused_moe = begin(inputs, output, SHAPE, SM90, "flashinfer.fused_moe", REQUIREMENT)
     if tokens == 0:
         return
     from .dequantise import dequantise

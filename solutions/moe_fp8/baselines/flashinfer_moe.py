@@ -20,7 +20,7 @@ import torch
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
 from .flashinfer_arguments import block_scale_arguments
 from .requirement import require
-from .supported import BLACKWELL, on_its_device, require_gpu
+from .supported import SM100, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_moe",
@@ -69,7 +69,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         RuntimeError: the GPU is not supported, or the package is not installed.
     """
     tokens = check_call(inputs, output, SHAPE)
-    require_gpu(output.device, BLACKWELL)
+    require_gpu(output.device, SM100)
     function, parameters = entry()
     if tokens == 0:
         return

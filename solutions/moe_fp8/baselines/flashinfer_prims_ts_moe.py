@@ -17,9 +17,9 @@ import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
 from .flashinfer_arguments import block_scale_arguments
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
-from .supported import BLACKWELL, on_its_device, require_gpu
+from .supported import SM100, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_prims_ts_moe",
@@ -34,19 +34,19 @@ SHUFFLED_ROWS = 16
 configs for these scales have."""
 
 
-class Weights(NamedTuple):
+class ShuffledWeights(NamedTuple):
     """Both projections' weights, shuffled."""
 
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
     w2: torch.Tensor  # [E, H, I] float8_e4m3fn
 
 
-@HeldPerStream
-def shuffled_weights(shape: MoeShape, device: torch.device) -> Weights:
+@PerStream
+def shuffled_weights(shape: MoeShape, device: torch.device) -> ShuffledWeights:
     """Room for them."""
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     fp8 = torch.float8_e4m3fn
-    return Weights(
+    return ShuffledWeights(
         torch.empty((experts, 2 * i, h), dtype=fp8, device=device),
         torch.empty((experts, h, i), dtype=fp8, device=device),
     )
@@ -72,7 +72,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         RuntimeError: the GPU is not supported, or the package is not installed or too old.
     """
     tokens = check_call(inputs, output, SHAPE)
-    require_gpu(output.device, BLACKWELL)
+    require_gpu(output.device, SM100)
     fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
     function = getattr(fused_moe, "prims_ts_fp8_block_scale_moe", None)
     if function is None:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 SOLUTION = {
     "name": "hpc_ops_moe",
@@ -62,7 +62,7 @@ def tile_rows(mean: int) -> int:
     return next((tile for most, tile in TILES if mean <= most), LARGEST_TILE)
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, shape: MoeShape, device: torch.device
 ) -> tuple[Tables, Buffers, torch.Tensor | None]:
@@ -105,7 +105,7 @@ class HpcOpsLayer:
                 installed.
         """
         shape = self.shape
-        tokens, hpc = begin(inputs, output, shape, HOPPER, "hpc", REQUIREMENT)
+        tokens, hpc = begin(inputs, output, shape, SM90, "hpc", REQUIREMENT)
         if shape.num_local_experts > MOST_EXPERTS:
             raise RuntimeError(
                 f"num_local_experts={shape.num_local_experts}: hpc-ops has at most {MOST_EXPERTS}"

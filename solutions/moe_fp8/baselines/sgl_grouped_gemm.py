@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..call import MoeShape
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
 
 REQUIREMENT = "sglang-kernel>=0.4.3"
@@ -21,7 +21,7 @@ class Scratch(NamedTuple):
     workspace: torch.Tensor
 
 
-@HeldPerStream
+@PerStream
 def scratch(device: torch.device, experts: int, widths: tuple[int, ...]) -> Scratch:
     """For GEMMs whose rows, of A and of the output, have these numbers of elements."""
 

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 
 from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .shared import begin, route
-from .supported import BLACKWELL, HOPPER, on_its_device
+from .supported import SM90, SM100, on_its_device
 
 SOLUTION = {
     "name": "sglang_moe",
@@ -43,7 +43,7 @@ SMALLEST_AMAX = 1e-10
 """What the quantisation kernel takes for a block of zeros; it accepts no other value."""
 
 
-class Tables(NamedTuple):
+class ExpertSizes(NamedTuple):
     """What `prepare_moe_input` says of the experts."""
 
     offsets: torch.Tensor  # [E+1] int32, first row of each expert
@@ -51,13 +51,13 @@ class Tables(NamedTuple):
     sizes2: torch.Tensor  # [E, 3] int32
 
 
-@HeldPerStream
-def tables(device: torch.device, experts: int) -> Tables:
+@PerStream
+def expert_sizes(device: torch.device, experts: int) -> ExpertSizes:
     dims = ((experts + 1,), (experts, 3), (experts, 3))
-    return Tables(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
+    return ExpertSizes(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
 
 
-def choose(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
+def choose_experts(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
     """(weights, ids) of every token's experts, `[T, top_k]` float32 and int32."""
     if hasattr(sgl, "moe_fused_gate"):
         assert inputs.routing_bias is not None  # as the shape has it
@@ -93,7 +93,7 @@ class SglangLayer:
             RuntimeError: the GPU is not supported, or the package is not installed.
         """
         shape = self.shape
-        gpus = HOPPER + BLACKWELL
+        gpus = SM90 + SM100
         tokens, sgl = begin(inputs, output, shape, gpus, "sgl_kernel", REQUIREMENT)
         if tokens == 0:
             return
@@ -102,11 +102,11 @@ class SglangLayer:
         experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
         rows = tokens * shape.top_k
         held = layer_scratch(output.device, shape)
-        offsets, sizes1, sizes2 = tables(output.device, experts)
+        offsets, sizes1, sizes2 = expert_sizes(output.device, experts)
         new = output.new_empty
         fp8, f32 = torch.float8_e4m3fn, torch.float32
 
-        weights, ids = choose(sgl, inputs, shape)
+        weights, ids = choose_experts(sgl, inputs, shape)
         ids.sub_(bounded_offset(int(inputs.local_expert_offset), experts))
         token_of_row = output.new_zeros(rows, dtype=torch.int32)
         row_of_pair = output.new_full((rows,), rows, dtype=torch.int32)

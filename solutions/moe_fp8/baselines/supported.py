@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 
 Capability = tuple[int, int]
-Call = TypeVar("Call", bound=Callable[..., None])
+Function = TypeVar("Function", bound=Callable[..., None])
 
-HOPPER: tuple[Capability, ...] = ((9, 0),)
-BLACKWELL: tuple[Capability, ...] = ((10, 0), (10, 3))
+SM90: tuple[Capability, ...] = ((9, 0),)
+SM100: tuple[Capability, ...] = ((10, 0), (10, 3))
 """The data-centre GPUs: B200, GB200 and B300, GB300."""
 
 
@@ -36,7 +36,7 @@ def require_gpu(device: torch.device, capabilities: tuple[Capability, ...]) -> N
     raise RuntimeError(f"unsupported on {given} (needs sm_{needed})")
 
 
-def on_its_device(call: Call) -> Call:
+def on_its_device(call: Function) -> Function:
     """Makes the output's device the current one for the call: the libraries launch on that."""
 
     @functools.wraps(call)

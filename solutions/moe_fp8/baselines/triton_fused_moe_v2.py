@@ -15,10 +15,10 @@ arguments, has kernels of its own; this project has not run them.
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
-from .supported import BLACKWELL, HOPPER, on_its_device
+from .supported import SM90, SM100, on_its_device
 
 SOLUTION = {
     "name": "triton_fused_moe_v2",
@@ -27,7 +27,7 @@ SOLUTION = {
 }
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, shape: MoeShape, device: torch.device
 ) -> tuple[Tables, Buffers, torch.Tensor]:
@@ -63,7 +63,7 @@ class FusedMoeV2Layer:
             RuntimeError: the GPU is not supported, or a package is not installed.
         """
         shape = self.shape
-        gpus = HOPPER + BLACKWELL
+        gpus = SM90 + SM100
         tokens, _ = begin(inputs, output, shape, gpus, "sgl_kernel", REQUIREMENT)
         if tokens == 0:
             return

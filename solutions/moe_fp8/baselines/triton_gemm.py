@@ -18,7 +18,7 @@ from .triton_stages import Rows, processors
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileConfig:
     """What can be tuned.
 
     Attributes:
@@ -55,7 +55,7 @@ class Tile:
             f"{self.block_m}, {self.block_n}",
             *(f"{f.name}={getattr(self, f.name)}" for f in more),
         ]
-        return f"Tile({', '.join(said)})"
+        return f"TileConfig({', '.join(said)})"
 
 
 def grouped_gemm(
@@ -65,7 +65,7 @@ def grouped_gemm(
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
     out: torch.Tensor,  # [R, N] bfloat16
     rows: Rows,  # placed with `align=tile.block_m`
-    tile: Tile,
+    tile: TileConfig,
     gather: bool,
 ) -> None:
     """`out[r] = a[token_of_row[r] if gather else r] @ b[expert_of_row[r]].T`, with block scales.

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
-from .supported import BLACKWELL, HOPPER, on_its_device
+from .supported import SM90, SM100, on_its_device
 
 if TYPE_CHECKING:
-    from .triton_gemm import Tile
+    from .triton_gemm import TileConfig
 
 SOLUTION = {
     "name": "triton_moe",
@@ -33,36 +33,37 @@ SOLUTION = {
 
 
 @functools.cache
-def tile_table() -> "tuple[tuple[float, tuple[Tile, Tile]], ...]":
+def tile_table() -> "tuple[tuple[float, tuple[TileConfig, TileConfig]], ...]":
     """Tiles of the two GEMMs, with the tokens up to which they serve; their rows are the same.
 
     The winners of a search at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21: 47, 155, 302,
     401 and 1951 us for the two GEMMs (docs/notes/baselines.md).
     """
-    from .triton_gemm import Tile
+    from .triton_gemm import TileConfig
 
-    few = Tile(16, 128, stages=6, swap_ab=True)
+    swapped = functools.partial(TileConfig, swap_ab=True)
+    few = swapped(16, 128, stages=6)
     return (
-        (8, (few, Tile(16, 128, swap_ab=True))),
-        (48, (few, Tile(16, 64, stages=5, swap_ab=True))),
-        (256, (Tile(16, 128, stages=6, swap_ab=True, tma=True), Tile(16, 128, swap_ab=True))),
-        (1024, (Tile(64, 128, swap_ab=True, tma=True), Tile(64, 128, warps=8, programs=2))),
+        (8, (few, swapped(16, 128))),
+        (48, (few, swapped(16, 64, stages=5))),
+        (256, (swapped(16, 128, stages=6, tma=True), swapped(16, 128))),
+        (1024, (swapped(64, 128, tma=True), TileConfig(64, 128, warps=8, programs=2))),
         (
             math.inf,
             (
-                Tile(64, 128, group_m=4, stages=3, programs=2),
-                Tile(64, 128, group_m=4, tma=True, programs=2),
+                TileConfig(64, 128, group_m=4, stages=3, programs=2),
+                TileConfig(64, 128, group_m=4, tma=True, programs=2),
             ),
         ),
     )
 
 
-def tiles(tokens: int) -> "tuple[Tile, Tile]":
+def tiles(tokens: int) -> "tuple[TileConfig, TileConfig]":
     """Tiles of the two GEMMs for a number of tokens."""
     return next(tiles for most, tiles in tile_table() if tokens <= most)
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, align: int, shape: MoeShape, device: torch.device
 ) -> tuple[Tables, Buffers]:
@@ -92,7 +93,7 @@ class TritonLayer:
             RuntimeError: the GPU is not supported, or Triton is not installed.
         """
         shape = self.shape
-        tokens, _ = begin(inputs, output, shape, HOPPER + BLACKWELL, "triton", "triton")
+        tokens, _ = begin(inputs, output, shape, SM90 + SM100, "triton", "triton")
         if tokens == 0:
             return
         from . import triton_stages as stages

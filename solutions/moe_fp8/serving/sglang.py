@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from ..api import batched_experts, experts
-from .prepare import prepare
-from .served import (
+from .plugins import (
     BLOCK_SHAPE,
     SGLANG,
     accurate,
     asked_for,
-    described,
+    describe_layers,
     in_words,
     lacking,
     why_not_here,
     why_off,
     why_refused,
 )
+from .prepare import prepare
 
 TRIED = "0.5.19 to 0.5.23"
 BACKEND = "moe_fp8"
@@ -37,7 +37,7 @@ METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
 DISPATCHER = f"{MOE}.token_dispatcher"
 SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
 """The fields that tokens sent by DeepEP begin with."""
-NEEDED = {
+NEEDED_NAMES = {
     "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type",
     "sglang.srt.plugins.hook_registry:HookType.AROUND": "",
     f"{MOE}.moe_runner:MoeRunner": "runner_backend config",
@@ -79,7 +79,7 @@ def register() -> None:
 
 def attach() -> list[str]:
     """Return what SGLang lacks; where it has all, register the runner and the hooks."""
-    if lacks := lacking(NEEDED):
+    if lacks := lacking(NEEDED_NAMES):
         return lacks
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig, register_moe_runner_core
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -230,7 +230,7 @@ def choose(method: Any, layer: Any, config: Any, loaded: bool) -> None:
         if not loaded and layer.w13_weight.dtype is not torch.float8_e4m3fn:
             postponed[method] = config
             return
-        layers = described(*sizes(layer, config))
+        layers = describe_layers(*sizes(layer, config))
         if not (why := why_not(method, layer, config)):
             change_runner(method, layer, config)
     except Exception as error:  # a changed SGLang's or ours: SGLang starts, and its log names it

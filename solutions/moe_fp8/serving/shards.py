@@ -6,8 +6,8 @@ from ..call import BLOCK, check_integer, described
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """`w13`, `w13_scale`, `w2`, `w2_scale` as in `experts`."""
-VALUES = (torch.float8_e4m3fn,)
-SCALES = (torch.float32, torch.float8_e8m0fnu)
+WEIGHT_TYPES = (torch.float8_e4m3fn,)
+SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
 
 
 def pad_shard(
@@ -52,10 +52,10 @@ def pad_shard(
     offset = int(first) % BLOCK
     blocks = -(-(offset + width) // BLOCK)
     for name, tensor, types, shape in (
-        ("w2", w2, VALUES, w2.shape),
-        ("w13", w13, VALUES, (local, 2 * width, hidden)),
-        ("w13_scale", w13_scale, SCALES, (local, 2 * blocks, hidden // BLOCK)),
-        ("w2_scale", w2_scale, SCALES, (local, hidden // BLOCK, blocks)),
+        ("w2", w2, WEIGHT_TYPES, w2.shape),
+        ("w13", w13, WEIGHT_TYPES, (local, 2 * width, hidden)),
+        ("w13_scale", w13_scale, SCALE_TYPES, (local, 2 * blocks, hidden // BLOCK)),
+        ("w2_scale", w2_scale, SCALE_TYPES, (local, hidden // BLOCK, blocks)),
     ):
         right = isinstance(tensor, torch.Tensor) and tensor.shape == shape
         if not right or tensor.dtype not in types or tensor.device != w2.device:

@@ -2,7 +2,7 @@
 
 Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
 `accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer for which no
-`--moe-backend` is asked for is offered to the class `Experts`, or `BatchedExperts` where DeepEP's
+`--moe-backend` is asked for is offered to `VllmExperts`, or `VllmBatchedExperts` where DeepEP's
 low-latency mode or NIXL exchanges the tokens; one that it does not serve gets vLLM's own kernel,
 and vLLM's log says why. So does every layer of a vLLM that lacks what the plugin needs: no change
 of vLLM ends its start. Weights are used as loaded.
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .served import (
+from .plugins import (
     VLLM,
     asked_for,
-    described,
+    describe_layers,
     in_words,
     lacking,
     overridden_otherwise,
@@ -31,7 +31,7 @@ LOGGER = "vllm.moe_fp8"
 SELECT = "select_fp8_moe_backend"
 """vLLM's function that chooses a layer's kernel. What quantises imports it by name."""
 MOE = "vllm.model_executor.layers.fused_moe"
-NEEDED = {
+NEEDED_NAMES = {
     "vllm.logger:init_logger": "name",
     f"{MOE}.oracle.fp8:{SELECT}": "config weight_key activation_key",
     f"{MOE}.oracle.fp8:Fp8MoeBackend.TRITON": "",
@@ -58,15 +58,15 @@ def register() -> None:
 
 def attach() -> list[str]:
     """Return what vLLM lacks; where it has all, replace its choice wherever it was imported."""
-    if lacks := lacking(NEEDED):
+    if lacks := lacking(NEEDED_NAMES):
         return lacks
     from vllm.logger import init_logger
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 
     from . import vllm_experts
 
-    for made in (vllm_experts.Experts, vllm_experts.BatchedExperts):
-        lacks += overridden_otherwise(made, vllm_experts.Experts.__base__)
+    for kind in (vllm_experts.VllmExperts, vllm_experts.VllmBatchedExperts):
+        lacks += overridden_otherwise(kind, vllm_experts.VllmExperts.__base__)
     theirs = getattr(oracle, SELECT)
     if not lacks and not isinstance(theirs, Selection):
         backend = oracle.Fp8MoeBackend.TRITON  # whose weights stay as they were loaded
@@ -92,7 +92,7 @@ class Selection:
         try:
             call = inspect.signature(self.others).bind(*arguments, **named).arguments
             config = call["config"]
-            layers = described(*self.classes.sizes(config))
+            layers = describe_layers(*self.classes.sizes(config))
             chosen, why = self.classes.choose(config, call["weight_key"], call["activation_key"])
         except Exception as error:  # a changed vLLM's or ours: vLLM starts, and its log names it
             why = in_words(error)

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from ..api import batched_experts, experts
+from .plugins import VLLM, accurate, why_not_here, why_refused
 from .prepare import prepare
-from .served import VLLM, accurate, why_not_here, why_refused
 
 EXCHANGES = (
     "allgather_reducescatter",
@@ -30,7 +30,7 @@ EXCHANGES = (
 after MoonEP and with passthrough they lie otherwise."""
 
 
-class Experts(mk.FusedMoEExpertsModular):
+class VllmExperts(mk.FusedMoEExpertsModular):
     """After vLLM's routing, whatever it is; on any rank.
 
     Tokens arrive in bfloat16, or, where they were exchanged between ranks, in FP8 with scales
@@ -126,7 +126,7 @@ class Experts(mk.FusedMoEExpertsModular):
         experts(*call, **options)
 
 
-class BatchedExperts(Experts):
+class VllmBatchedExperts(VllmExperts):
     """The same of tokens that were brought to their experts by DeepEP's low-latency mode, or by
     NIXL: vLLM's batched format, whose combine applies the weights."""
 
@@ -155,7 +155,7 @@ class BatchedExperts(Experts):
         call = hidden_states, counts, w1, self.w1_scale, w2, self.w2_scale
         expected_m = expected_tokens(global_num_experts, topk_ids.shape[1])
         options = {"x_scale": a1q_scale, "expected_m": expected_m, "out": output, **self.options}
-        if not self.is_prepared:  # as in `Experts.apply`
+        if not self.is_prepared:  # as in `VllmExperts.apply`
             prepare(batched_experts, *call, **options)
             self.is_prepared = True
         batched_experts(*call, **options)
@@ -178,11 +178,13 @@ def expected_tokens(num_experts: int, top_k: int) -> int | None:
     return max(1, -(-pairs // num_experts))
 
 
-def choose(config: Any, weight_key: Any, activation_key: Any) -> tuple[type[Experts] | None, str]:
+def choose(
+    config: Any, weight_key: Any, activation_key: Any
+) -> tuple[type[VllmExperts] | None, str]:
     """Return the class that serves a layer, or None and why none does."""
-    ours, form = Experts, mk.FusedMoEActivationFormat.Standard
+    ours, form = VllmExperts, mk.FusedMoEActivationFormat.Standard
     if config.moe_parallel_config.use_batched_activation_format:
-        ours, form = BatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
+        ours, form = VllmBatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
     serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, form)
     return (ours, "") if serves else (None, why or "")
 

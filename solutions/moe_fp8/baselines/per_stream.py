@@ -14,7 +14,7 @@ REUSE = "MOE_FP8_REUSE_IN_GRAPHS"
 was kept for the stream that it is captured on, so a replay is what a call is, and fills nothing."""
 
 
-class HeldPerStream:
+class PerStream:
     """Keeps what a function allocated for the next call with the same arguments.
 
     A call of a layer is several launches: two threads, or two streams, that shared buffers would

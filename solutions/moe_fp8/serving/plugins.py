@@ -169,6 +169,6 @@ def why_refused(
     return ""
 
 
-def described(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
+def describe_layers(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
     """The layers of a geometry, for a log."""
     return f"layers of {local} of {experts} experts, top {top_k}, {hidden} x {intermediate}"
