@@ -144,7 +144,7 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
     monkeypatch.setattr(plugin, "experts", noted)
     call = of.w13, of.w13_scale, of.w2, of.w2_scale
     other_given = given._replace(topk_output=other)
-    out = plugin.of_standard(other_given, call, config_of(), set(), StandardCombineInput)
+    out = plugin.run_standard(other_given, call, config_of(), set(), StandardCombineInput)
     assert types == [(torch.int32, torch.float32)]
     reference = wanted(given._replace(topk_output=other._replace(topk_ids=ids)), of, 2.5)
     assert calc_diff(out.hidden_states, reference) < 1e-3

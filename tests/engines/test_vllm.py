@@ -381,7 +381,7 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
     backend, chosen = selection(config_of(moe_parallel_config=parallel), *KEYS)
     assert (backend.name, chosen) == ("TRITON", getattr(vllm_experts, ours))
     assert not chosen.expects_unquantized_inputs.fget(SimpleNamespace(
-        given_config=config_of(moe_parallel_config=parallel)
+        layer_config=config_of(moe_parallel_config=parallel)
     ))  # fmt: skip
     refused = config_of(moe_parallel_config=parallel, has_bias=True, experts_per_token=5)
     assert selection(refused, *KEYS)[0] == "theirs"

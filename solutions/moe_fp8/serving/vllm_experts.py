@@ -132,7 +132,7 @@ class VllmBatchedExperts(VllmExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return False  # these exchanges deliver FP8 only
+        return False  # these exchanges refuse unquantised inputs
 
     @staticmethod
     def activation_format() -> Any:
