@@ -1,4 +1,4 @@
-"""FP8 tokens with block scales as bfloat16, for libraries that quantise their input themselves."""
+"""Dequantise FP8 tokens to bfloat16, for libraries that quantise their input themselves."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Swap the halves of GEMM1's output rows, in place, for activations that expect the gate first."""
+"""Swap up and gate of GEMM1's output in place, for activations that need gate first."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 SWAP_COLUMNS = 1024
 CTAS = 1024
-"""About one wave on any GPU: only the device knows how many rows there are."""
+"""About one wave on any GPU, because only the device knows the number of rows."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _gate_first(g, rows, HALF: tl.constexpr, TILE: tl.constexpr):
 
 def gate_first(
     g: torch.Tensor,  # [R, 2I]: up, gate; becomes gate, up
-    rows: torch.Tensor,  # [1] int32, the rows in use; the others stay as they are
+    rows: torch.Tensor,  # [1] int32, the rows in use; other rows are not touched
 ) -> None:
     half = g.shape[1] // 2
     column_blocks = triton.cdiv(half, SWAP_COLUMNS)

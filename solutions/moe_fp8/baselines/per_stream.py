@@ -1,4 +1,4 @@
-"""What a baseline's kernels write on their way: kept for the next call, never in use by two."""
+"""Buffers of a baseline's kernels: reused by the next call, never by two calls at once."""
 
 import os
 import threading
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 STREAMS = 8
-"""Of a thread, beyond which what was kept for the one used longest ago goes."""
+"""Most streams of a thread with buffers. One more stream replaces the oldest entry."""
 REUSE = "MOE_FP8_REUSE_IN_GRAPHS"
-"""Set by a measurement, whose graphs are replayed while nothing else runs: a graph is given what
-was kept for the stream that it is captured on, so a replay is what a call is, and fills nothing."""
+"""Environment variable of a measurement that replays its graphs while nothing else runs: a captured
+call uses the stream's buffers. So a replay does the work of a call and fills no new buffers."""
 
 
 class PerStream:
-    """Keeps what a function allocated for the next call with the same arguments.
+    """Reuse a function's allocations in the next call with equal arguments.
 
-    A call of a layer is several launches: two threads, or two streams, that shared buffers would
-    write them in turns. So each thread keeps its own for each stream, until the arguments change;
-    memory that is freed then goes back to the stream it was used on. A stream that is captured is
-    given new buffers, which live as long as the graph.
+    A call of a layer has several launches. Two threads or two streams with shared buffers would
+    overwrite each other's values. So each thread has its own buffers for each stream, until the
+    arguments change; freed memory goes back to its stream. A captured call gets new buffers, which
+    live as long as the graph.
 
     One of the function's arguments is the `torch.device`.
     """
@@ -30,8 +30,8 @@ class PerStream:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, of all threads."""
-        self._of_thread = threading.local()
+        """Drop the buffers of all threads."""
+        self._thread = threading.local()
 
     def __call__(self, *arguments: Any) -> Any:
         device = next(a for a in arguments if isinstance(a, torch.device))
@@ -39,17 +39,17 @@ class PerStream:
         if device.type == "cuda":
             capturing = torch.cuda.is_current_stream_capturing()
             stream = torch.cuda.current_stream(device).cuda_stream
-        kept: dict[Any, tuple] = self._of_thread.__dict__
-        found = kept.get((device, stream))
+        cached: dict[Any, tuple] = self._thread.__dict__
+        entry = cached.get((device, stream))
         reused = not capturing or REUSE in os.environ
-        if reused and found is not None and found[0] == arguments:
-            return found[1]
+        if reused and entry is not None and entry[0] == arguments:
+            return entry[1]
         if capturing:
             return self.make(*arguments)
-        kept.pop((device, stream), None)  # before the new ones are made: both may not fit
-        found = None
-        while len(kept) >= STREAMS:
-            kept.pop(next(iter(kept)))
+        cached.pop((device, stream), None)  # before new buffers are made: both may not fit
+        entry = None
+        while len(cached) >= STREAMS:
+            cached.pop(next(iter(cached)))
         value = self.make(*arguments)
-        kept[device, stream] = (arguments, value)
+        cached[device, stream] = (arguments, value)
         return value

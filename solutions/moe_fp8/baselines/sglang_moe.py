@@ -1,24 +1,24 @@
 """SGLang's kernels: the pipeline of its CUTLASS FP8 experts, from the package sglang-kernel.
 
-What: `moe_fused_gate` routes, `prepare_moe_input` sorts the pairs by expert, `shuffle_rows` copies
+`moe_fused_gate` routes, `prepare_moe_input` sorts the pairs by expert, `shuffle_rows` copies
 tokens and scales to their rows, `fp8_blockwise_scaled_grouped_mm` multiplies, `silu_and_mul` and
-the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` combines. The order
-and the arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of
-the input, which is FP8 here. No host sync; pointer arrays and the like are kept between calls.
+the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` combines. Order and
+arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of the input,
+which is FP8 here. No host sync; calls reuse pointer arrays and scratch memory.
 
-sglang-kernel 0.4.10 has no `moe_fused_gate`, whose place a Triton kernel of the package sglang has
-taken: there the Triton kernel of `triton_stages` routes.
+sglang-kernel 0.4.10 has no `moe_fused_gate`: the package sglang replaced it by a Triton kernel.
+With that release the Triton kernel of `triton_stages` routes.
 
-Expert parallelism: ids become local ones and pairs of other ranks get ids that no local expert
-has, which `prepare_moe_input` skips. What it then leaves unset in its two maps is set beforehand:
-token 0 where rows are gathered, a row of zeros where outputs are combined. As in SGLang, buffers
-and the kernels between the GEMMs cover 8 rows a token whatever the routing.
+Expert parallelism: ids become local ids, and pairs of other ranks get ids outside of the local
+experts, which `prepare_moe_input` skips. It leaves their entries of its two maps unset, so defaults
+are written first: token 0 in the gather, a row of zeros in the combine. As in SGLang, buffers and
+the kernels between the GEMMs cover 8 rows a token for any routing.
 
-The definition has the up projection first in GEMM1's output, SGLang's activation wants the gate
-first. SGLang settles this once, where it loads the weights; a solution is given them anew in every
-call. So the halves of GEMM1's output are swapped instead, in place, by a Triton kernel that touches
-the rows in use only; its time counts as part of the activation's. The routing weights are rounded
-to bfloat16, as SGLang does for `apply_shuffle_mul_sum`.
+The definition has up first in GEMM1's output, SGLang's activation needs gate first. SGLang swaps
+them once, when it loads the weights, but a solution gets its weights anew in every call. So a
+Triton kernel swaps the halves of GEMM1's output in place, in the rows in use; its time counts as
+part of the activation. The routing weights are rounded to bfloat16, as SGLang does for
+`apply_shuffle_mul_sum`.
 """
 
 from types import ModuleType
@@ -40,11 +40,11 @@ SOLUTION = {
 
 FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10
-"""What the quantisation kernel takes for a block of zeros; it accepts no other value."""
+"""The maximum that the quantisation kernel assumes for a block of zeros; it accepts only this."""
 
 
 class ExpertSizes(NamedTuple):
-    """What `prepare_moe_input` says of the experts."""
+    """The experts' offsets and GEMM sizes, written by `prepare_moe_input`."""
 
     offsets: torch.Tensor  # [E+1] int32, first row of each expert
     sizes1: torch.Tensor  # [E, 3] int32: rows, n, k of GEMM1
@@ -58,9 +58,9 @@ def expert_sizes(device: torch.device, experts: int) -> ExpertSizes:
 
 
 def choose_experts(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
-    """(weights, ids) of every token's experts, `[T, top_k]` float32 and int32."""
+    """Return weights and ids of every token's experts, `[T, top_k]` float32 and int32."""
     if hasattr(sgl, "moe_fused_gate"):
-        assert inputs.routing_bias is not None  # as the shape has it
+        assert inputs.routing_bias is not None  # the shape has a bias
         return sgl.moe_fused_gate(
             inputs.routing_logits,
             inputs.routing_bias.float(),
@@ -101,7 +101,7 @@ class SglangLayer:
 
         experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
         rows = tokens * shape.top_k
-        held = layer_scratch(output.device, shape)
+        memory = layer_scratch(output.device, shape)
         offsets, sizes1, sizes2 = expert_sizes(output.device, experts)
         new = output.new_empty
         fp8, f32 = torch.float8_e4m3fn, torch.float32
@@ -128,7 +128,7 @@ class SglangLayer:
         a_scale = sgl.shuffle_rows(scale, token_of_row, (rows, h // BLOCK))
         g = new((rows, 2 * i))
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
-        grouped_gemm(held, a, a_scale, w13, w13_scale, g, sizes1, offsets[:-1])
+        grouped_gemm(memory, a, a_scale, w13, w13_scale, g, sizes1, offsets[:-1])
 
         gate_first(g, offsets[experts:])
         c = new((rows, i))
@@ -139,7 +139,7 @@ class SglangLayer:
         o = new((rows + 1, h))
         o[rows].zero_()
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
-        grouped_gemm(held, q, q_scale, w2, w2_scale, o[:rows], sizes2, offsets[:-1])
+        grouped_gemm(memory, q, q_scale, w2, w2_scale, o[:rows], sizes2, offsets[:-1])
 
         sgl.apply_shuffle_mul_sum(o, output, row_of_pair, weights)
 

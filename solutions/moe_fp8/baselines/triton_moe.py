@@ -1,12 +1,12 @@
-"""All Triton, in the manner of the fused MoE kernels that serving engines ship for Hopper.
+"""The layer in Triton alone, like the fused MoE kernels of serving engines for Hopper.
 
-What: routing and placement kernels sort the (token, expert) pairs by expert and pad each expert to
-whole blocks of rows; a block-FP8 grouped GEMM works on these blocks (`triton_gemm`), gathering its
-rows by token, so that no row is copied; SwiGLU + FP8, the second GEMM and the weighted combine
-follow. Six launches, no host sync, buffers kept until the number of tokens changes.
+Routing and placement kernels sort the (token, expert) pairs by expert and pad each expert to whole
+blocks of rows. A block-FP8 grouped GEMM works on these blocks (`triton_gemm`). It gathers its rows
+by token, so no row is copied. SwiGLU + FP8, the second GEMM and the weighted combine follow. Six
+launches, no host sync; buffers are reused until the number of tokens changes.
 
-Tiles of 16 to 128 rows, by the number of tokens, from a table tuned for this layer. For few rows
-the operands are swapped, so that the weights fill the wide side of the tensor cores.
+Tiles have 16 to 128 rows, by the number of tokens, from a table tuned for this layer. For few rows
+the operands are swapped, so that the weights are the wide side of the MMA.
 """
 
 import functools
@@ -34,10 +34,9 @@ SOLUTION = {
 
 @functools.cache
 def tile_table() -> "tuple[tuple[float, tuple[TileConfig, TileConfig]], ...]":
-    """Tiles of the two GEMMs, with the tokens up to which they serve; their rows are the same.
+    """Return the most tokens and the configs of the two GEMMs, which have equal `block_m`.
 
-    The winners of a search at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21: 47, 155, 302,
-    401 and 1951 us for the two GEMMs (docs/notes/baselines.md).
+    A search on an H200 found them (docs/notes/baselines.md).
     """
     from .triton_gemm import TileConfig
 
@@ -59,15 +58,15 @@ def tile_table() -> "tuple[tuple[float, tuple[TileConfig, TileConfig]], ...]":
 
 
 def tiles(tokens: int) -> "tuple[TileConfig, TileConfig]":
-    """Tiles of the two GEMMs for a number of tokens."""
-    return next(tiles for most, tiles in tile_table() if tokens <= most)
+    """Return the configs of the two GEMMs for a number of tokens."""
+    return next(configs for most, configs in tile_table() if tokens <= most)
 
 
 @PerStream
 def buffers(
     tokens: int, align: int, shape: MoeShape, device: torch.device
 ) -> tuple[Tables, Buffers]:
-    """For a number of tokens."""
+    """Return tables and buffers for a number of tokens."""
     from .triton_stages import row_bound
 
     bound = row_bound(tokens, shape, align)
