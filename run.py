@@ -80,8 +80,8 @@ def has(python: str, wanted: list[str]) -> bool:
 
 
 def has_names(wanted: list[str]) -> bool:
-    """Return True if this interpreter has packages of these names, of any version. It is faster than
-    `has`: pip takes a second to miss a package."""
+    """Return True if this interpreter has packages of these names, of any version. It is faster
+    than `has`: pip takes a second to miss a package."""
     try:
         for requirement in wanted:
             importlib.metadata.distribution(re.split(r"[^\w.-]", requirement)[0])

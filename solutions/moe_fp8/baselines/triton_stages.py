@@ -533,7 +533,7 @@ def combine(
     rows: Rows,
     output: torch.Tensor,  # [T, H] bfloat16
 ) -> None:
-    """Compute `output[t]` in float32, `weights[t, s] * o[pair_row[t, s]]` summed over s ascending."""
+    """Compute `output[t]`: the sum of `weights[t, s] * o[pair_row[t, s]]`, s ascending, float32."""
     tokens, columns = output.shape
     _combine_kernel[(tokens, triton.cdiv(columns, COMBINE_COLUMNS))](
         o,
