@@ -26,11 +26,6 @@ SOLUTION = {
 }
 
 
-def wide(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows in elements of 8 bytes, for faster copies by torch."""
-    return rows.view(torch.int64)
-
-
 @torch.inference_mode()
 @on_its_device
 def run(a, a_scale, b, b_scale, m_indptr, out):
@@ -66,4 +61,6 @@ def run(a, a_scale, b, b_scale, m_indptr, out):
         grouped_layout=rows.expert_of_row[:used],
         recipe=RECIPE,
     )
-    torch.index_select(wide(products), 0, rows.pair_row.view(-1), out=wide(out))
+    # In elements of 8 bytes, which torch copies faster.
+    wide, wide_out = products.view(torch.int64), out.view(torch.int64)
+    torch.index_select(wide, 0, rows.pair_row.view(-1), out=wide_out)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
+from ..call import BLOCK, DEEPSEEK_V3, FP8_MAX, MoeInputs, MoeShape, bounded_offset, run_of
 from .per_stream import PerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .shared import begin, route
@@ -38,7 +38,6 @@ SOLUTION = {
     "dependencies": ["torch", "triton", "sglang-kernel>=0.4.3"],
 }
 
-FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10
 """The maximum that the quantisation kernel assumes for a block of zeros; it accepts only this."""
 
