@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
-"""One command to benchmark, one to test; each does its own set-up.
+"""One command to benchmark, one to test. Each sets up what it needs.
 
     python3 run.py bench [args]     check and rank the solutions on this machine
     python3 run.py test             lint, type check and tests: what a change needs, in minutes
-    python3 run.py test --all       the same with every test that this machine can run
+    python3 run.py test --all       lint, type check and every test that this machine can run
     python3 run.py test --engines   the plugins of vLLM and SGLang, and exports at their receivers
     python3 run.py test [args]      only pytest, with these arguments
     python3 run.py setup            only the set-up, with the tools for development
     python3 run.py NAME [args]      any program of the list below; each has --help
 
-The interpreter that runs this is used as it is, without any network access, where it has all that
-the command needs (an activated environment, a container). Otherwise, or always after
-`run.py --venv`, a virtual environment is made in .venv and the project is installed there; the next
-start finds it ready.
+If the interpreter that runs this has all packages of the command (an activated environment, a
+container), it is used as it is, without network access. Otherwise, or always after `run.py --venv`,
+a virtual environment is made in .venv and the project is installed there. The next start uses it.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ VENV = ROOT / ".venv"
 LOCK = ROOT / ".venv.lock"
 PROJECT = "moe-fp8-cutedsl"
 PYTHONS = ((3, 10), (3, 13))
-# Installed where no torch is present; any version that pyproject.toml allows is used as it is.
+# Installed if there is no torch. Any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
 EXTRAS = dict.fromkeys(("bench", "readme_tables", "record", "report"), "bench,report")
-EXTRAS["serve"] = "serve"  # beside an engine, which has the rest
-"""Extras of pyproject.toml that a program needs; `bench` where it is not named here."""
+EXTRAS["serve"] = "serve"  # the engine's environment has the rest
+"""The extras of pyproject.toml that a program needs; `bench` for programs that are not listed."""
 HELP = {"-h", "--help"}
 EXIT_USAGE = 2
 PATIENCE_S = 20.0
-"""How long tests that are to end may take for it."""
+"""Time for tests to end after a signal."""
 always_venv = False
 
 
 class SetupError(Exception):
-    """What is asked for cannot be started; the message says what to do."""
+    """An error of the set-up or of the command line; the message says what to do."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as a job gets it at its limit: it does what Ctrl-C does."""
+    """SIGTERM, which a job gets at its time limit. It is handled like Ctrl-C."""
 
 
 # --- set-up -----------------------------------------------------------------------------------
 
 
 def requirements(extras: str = "") -> list[str]:
-    """The requirements that pyproject.toml lists, with those of extras ("bench,report").
+    """Return pyproject.toml's requirements, including those of extras ("bench,report").
 
-    Python 3.10 has no TOML parser; the lists are literal arrays of strings, which is also Python.
+    Python 3.10 has no TOML parser, but the lists are valid Python literals.
     """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     lists = dict(re.findall(r"^([\w-]+) = (\[\n.*?^\])", text, re.MULTILINE | re.DOTALL))
@@ -71,17 +70,18 @@ def requirements(extras: str = "") -> list[str]:
 
 
 def has(python: str, wanted: list[str]) -> bool:
-    """Whether an interpreter has these requirements, by its pip, which fetches nothing."""
+    """Return True if an interpreter has these requirements. Its pip decides, without a network."""
     command = [*pip(python), "--dry-run", "--no-deps", "--no-index", "--quiet", *wanted]
-    # Nor does it take what a configured folder of wheels has.
+    # Ignore the user's pip configuration, which may name a folder of wheels.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     env["PIP_CONFIG_FILE"] = os.devnull
-    # From nowhere near ROOT: metadata of an attempt to install would count as installed.
+    # Not from ROOT, or metadata of a failed installation would count as installed.
     return subprocess.run(command, cwd="/", env=env, capture_output=True).returncode == 0
 
 
 def has_names(wanted: list[str]) -> bool:
-    """Whether this interpreter has packages of these names: pip takes a second to miss one."""
+    """Return True if this interpreter has packages of these names, of any version. It is faster
+    than `has`: pip takes a second to miss a package."""
     try:
         for requirement in wanted:
             importlib.metadata.distribution(re.split(r"[^\w.-]", requirement)[0])
@@ -95,7 +95,7 @@ def pip(python: str) -> list[str]:
 
 
 def ready(extras: str) -> str | None:
-    """An interpreter that has what the extras need, if there is one."""
+    """Return an interpreter that has the packages of the extras, or None."""
     wanted = requirements(extras)
     if not always_venv and supported() and has_names(wanted) and has(sys.executable, wanted):
         return sys.executable
@@ -108,17 +108,19 @@ def supported() -> bool:
 
 
 def set_up(extras: str) -> str:
-    """The same; installs in .venv if it must."""
-    if found := ready(extras):
-        return found
-    with alone():  # another start may have installed it meanwhile
+    """Return an interpreter that has the extras' packages; install them in .venv if needed."""
+    if python := ready(extras):
+        return python
+    with alone():  # another start may have installed meanwhile
         return ready(extras) or install(extras)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """One set-up at a time. The lock goes with the process that has it, however that ends. Raises
-    SetupError: nothing can be written here."""
+    """Lock out other set-ups. The lock ends with the process.
+
+    Raises SetupError: this folder cannot be written.
+    """
     try:
         file = LOCK.open("a")
     except OSError as error:
@@ -137,9 +139,9 @@ def alone() -> Iterator[None]:
 
 
 def install(extras: str) -> str:
-    """Install the project in .venv, editable, with these extras; nothing there is removed."""
+    """Install the project in .venv, editable, with these extras. Remove nothing there."""
     python = str(VENV / "bin" / "python")
-    if not os.path.exists(python) or not has(python, ["pip"]):  # or its making was cut short
+    if not os.path.exists(python) or not has(python, ["pip"]):  # none, or an incomplete one
         if not supported():
             version, *range_ = (".".join(map(str, v)) for v in (sys.version_info[:2], *PYTHONS))
             raise SetupError(
@@ -161,7 +163,7 @@ def do(command: list[str], failed: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment for the project's programs: its packages are importable, installed or not."""
+    """Return an environment in which the project's packages can be imported, installed or not."""
     paths = [str(ROOT / folder) for folder in ("", "solutions", "emulator")]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -171,8 +173,8 @@ def environment() -> dict[str, str]:
 
 
 def programs() -> dict[str, Path]:
-    """What can be started, by name; the other scripts are libraries."""
-    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))  # what they share is no program
+    """Return the programs by name. The other scripts are libraries."""
+    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))  # options.py is their library
     return {path.stem: path for path in every if path.stem != "options"}
 
 
@@ -181,7 +183,7 @@ def docstring(path: Path) -> str:
 
 
 def listing() -> str:
-    """The programs with what each is for."""
+    """Return a list of the programs with their purposes."""
     lines = [f"    {n:<15}  {docstring(p).splitlines()[0]}" for n, p in programs().items()]
     return "\n".join(["", *lines])
 
@@ -195,13 +197,13 @@ def run_script(name: str, arguments: list[str]) -> int:
     if python is None and HELP & set(arguments):
         return help_without_packages(known[name], arguments)
     command = [python or set_up(extras), str(known[name]), *arguments]
-    # The program gets Ctrl-C itself: scripts/common/command_line.py, once it is imported.
+    # Ctrl-C is blocked until the program's scripts/common/command_line.py handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(command[0], command, environment())
 
 
 def help_without_packages(program: Path, arguments: list[str]) -> int:
-    """A program's own help if it can give it before anything is installed, else what it is for."""
+    """Print a program's help, or only its purpose if the help needs packages."""
     command = [sys.executable, str(program), *arguments]
     if subprocess.run(command, env=environment(), stderr=subprocess.DEVNULL).returncode != 0:
         print(f"{docstring(program)}\n\nIts options are listed after: python3 run.py setup")
@@ -209,13 +211,13 @@ def help_without_packages(program: Path, arguments: list[str]) -> int:
 
 
 def status_of(command: list[str], where: Path = ROOT) -> int:
-    """The exit status of a command, in the environment for the project's programs. Where this
-    process is told to end it waits: pytest has processes to end and files to remove."""
+    """Run a command in `environment`; return its exit status. If this process gets a signal to end,
+    it waits for the command: pytest has processes to end and files to remove."""
     with subprocess.Popen(command, cwd=where, env=environment()) as process:
         try:
             return process.wait()
         except KeyboardInterrupt as ended:
-            if isinstance(ended, Terminated):  # Ctrl-C has reached it, too
+            if isinstance(ended, Terminated):  # Ctrl-C has reached the command already
                 process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE_S)
@@ -224,14 +226,14 @@ def status_of(command: list[str], where: Path = ROOT) -> int:
 
 
 def run_tests(arguments: list[str]) -> int:
-    """All checks, or with arguments just pytest with them, whose paths are those of the caller."""
+    """Run all checks, or with arguments only pytest. Their paths are relative to the caller's."""
     all_checks = arguments in ([], ["--all"])
     python = set_up("bench,dev" if all_checks else "bench,test")
     pytest = [python, "-m", "pytest"]
-    if arguments == ["--engines"]:  # a process each: what they import need not agree
+    if arguments == ["--engines"]:  # one process per file, because their imports may conflict
         files = sorted((ROOT / "tests/engines").glob("test_*.py"))
-        of_engines = [status_of([*pytest, str(path)]) for path in files]
-        return 1 if any(status not in (0, 5) for status in of_engines) else 0  # 5: all skipped
+        statuses = [status_of([*pytest, str(path)]) for path in files]
+        return 1 if any(status not in (0, 5) for status in statuses) else 0  # 5: all skipped
     if not all_checks:
         here = Path.cwd()
         return status_of([*pytest, *arguments], here if here.is_relative_to(ROOT) else ROOT)
@@ -240,11 +242,11 @@ def run_tests(arguments: list[str]) -> int:
     phases = {
         "ruff check": [python, "-m", "ruff", "check", "."],
         "ruff format": [python, "-m", "ruff", "format", "--check", "."],
-        # In one process: its workers have 3 s to start, which a loaded machine may not give them.
+        # In one process: mypy's workers must start within 3 s, too short on a loaded machine.
         "mypy": [python, "-m", "mypy"],
-        # A process of its own: the emulator must be in place before anything imports the DSL.
+        # Its own process: the emulator must be installed before anything imports the DSL.
         "emulated tests": [*pytest, *workers, "tests/emulated", "emulator/tests"],
-        # GPU tests share one device, so they are not spread over processes.
+        # One process, because GPU tests share one device.
         "GPU tests": [*pytest, "tests/gpu"],
         "CPU tests": [*pytest, *workers, "tests/cpu"],
     }
@@ -257,7 +259,7 @@ def run_tests(arguments: list[str]) -> int:
             status = 0
         if status != 0:
             failed.append(f"{name} (exit status {status})")
-        if status != 0 or name != "CPU tests":  # pytest's own closing line stays the last one
+        if status != 0 or name != "CPU tests":  # there pytest's summary is the last line
             print(f"=== {name}: {time.monotonic() - start:.0f} s, exit status {status}", flush=True)
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
@@ -279,13 +281,13 @@ def main(arguments: list[str]) -> int:
         if command == "test":
             return run_tests(rest)
         if command == "setup":
-            if rest:  # such as --venv, which stands before it
+            if rest:  # such as --venv, which must come before `setup`
                 raise SetupError(f"setup takes no {shlex.join(rest)}")
             print(f"ready: {set_up('bench,dev')}")
             return 0
         return run_script(command, rest)
     except BrokenPipeError:  # `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later output
         return 0
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

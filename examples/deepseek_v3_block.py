@@ -2,10 +2,9 @@
 
     python3 examples/deepseek_v3_block.py
 
-`Fp8Experts` takes the place of any module whose parts are named as in transformers 4's
-`DeepseekV3MoE`: `gate.weight`, `gate.e_score_correction_bias`, `shared_experts` and, of every
-expert, `gate_proj`, `up_proj` and `down_proj`. Here a block of that kind at a reduced size, so that
-nothing is downloaded.
+`Fp8Experts` replaces any module with the names of transformers 4's `DeepseekV3MoE`: `gate.weight`,
+`gate.e_score_correction_bias`, `shared_experts`, and for every expert `gate_proj`, `up_proj` and
+`down_proj`. The example makes such a block at a reduced size, so nothing is downloaded.
 """
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 
 class Mlp(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """An expert: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -27,7 +26,7 @@ class Mlp(nn.Module):
 
 
 class Gate(nn.Module):
-    """The router: who gets a token, with which weight."""
+    """The router: it returns the experts and the weights of every token."""
 
     def __init__(self, hidden: int, experts: int, routing: dict):
         super().__init__()
@@ -40,8 +39,8 @@ class Gate(nn.Module):
         scores = nn.functional.linear(x.float(), self.weight.float()).sigmoid()
         choice = scores + self.e_score_correction_bias
         groups = choice.view(len(x), r["n_group"], -1)
-        kept = groups.topk(2, dim=-1).values.sum(-1).topk(r["topk_group"], dim=-1).indices
-        mask = torch.zeros(groups.shape[:2], device=x.device).scatter_(1, kept, 1.0).bool()
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(r["topk_group"], dim=-1).indices
+        mask = torch.zeros(groups.shape[:2], device=x.device).scatter_(1, best, 1.0).bool()
         within = groups.masked_fill(~mask.unsqueeze(-1), -torch.inf).flatten(1)
         chosen = within.topk(r["top_k"], dim=-1).indices
         weights = scores.gather(1, chosen)
@@ -69,10 +68,10 @@ class DenseMoE(nn.Module):
 
 
 class Fp8Experts(nn.Module):
-    """Takes the place of such a layer, with the routed experts in FP8.
+    """A replacement of such a layer, with the routed experts in FP8.
 
     Args:
-        layer: `gate`, `experts` and `shared_experts` with the names above.
+        layer: a module with `gate`, `experts` and `shared_experts`.
         routing: `routed_scaling_factor`, `n_group`, `topk_group`, `top_k`.
         accurate: see `fused_moe`.
     """
@@ -92,7 +91,7 @@ class Fp8Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """What is around the layer in a decoder: a norm before, the residual after."""
+    """The layer in a decoder: a norm before it, the residual after it."""
 
     def __init__(self, hidden: int, mlp: nn.Module):
         super().__init__()
@@ -116,10 +115,10 @@ def main() -> None:
     for accurate in (False, True):
         block.mlp = Fp8Experts(dense, routing, accurate)
         got = block(x)
-        of_mlp = nn.functional.cosine_similarity(
+        similarity = nn.functional.cosine_similarity(
             (got - x).float().flatten(), (wanted - x).float().flatten(), dim=0
         )
-        print(f"accurate={accurate}: cosine of the block without its residual {of_mlp:.6f}")
+        print(f"accurate={accurate}: cosine of the block without its residual {similarity:.6f}")
 
 
 if __name__ == "__main__":

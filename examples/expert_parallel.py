@@ -1,14 +1,14 @@
-"""The experts of a layer over several GPUs, a process each, as an engine would call them.
+"""The experts of a layer on several GPUs, one process per GPU, called as by an engine.
 
     python3 examples/expert_parallel.py --check         # as many ranks as there are GPUs
     python3 examples/expert_parallel.py --check --cpu   # gloo, the reference model, reduced
 
-calls `expert_parallel_moe` on every rank with tokens of its own and prints how long a call takes
-(CUDA events, the median of 30 on the slowest rank), and how long the layer alone takes for the
-tokens of all ranks: the difference is the exchange; then how long two calls take on two streams, as
-where an engine overlaps two batches. --check compares the outputs of all ranks with those of one
-rank that has all experts, and those of two streams with those of one; exit status 1 if they differ.
---deep-ep exchanges tokens by DeepEP.
+Every rank calls `expert_parallel_moe` with its own tokens. The program prints the time of a call
+(CUDA events, the median of 30 on the slowest rank) and the time of the layer alone for the tokens
+of all ranks: the difference is the exchange. Then it prints the time of two calls on two streams,
+as in an engine that overlaps two batches. --check compares the outputs of all ranks with those of
+one rank with all experts, and the outputs of two streams with those of one stream; the exit status
+is 1 if they differ. --deep-ep exchanges tokens by DeepEP.
 """
 
 import argparse
@@ -25,11 +25,11 @@ DEEPSEEK_V3, REDUCED = (256, 7168, 2048), (16, 256, 128)
 """Experts, hidden size, intermediate size."""
 ROUTING: dict[str, Any] = {"n_group": 8, "topk_group": 4, "top_k": 8, "routed_scaling_factor": 2.5}
 MOST_DIFFERENT = 1e-5
-"""calc_diff: every rank's part of a token is rounded to bfloat16 before they are added."""
+"""The bound of calc_diff: every rank rounds its part of a token to bfloat16 before the sum."""
 
 
 def experts_of(first: int, count: int, h: int, i: int, device: torch.device) -> list[torch.Tensor]:
-    """FP8 weights and scales of some experts, each from a seed of its own."""
+    """Return FP8 weights and scales of some experts. Each expert has its own seed."""
     parts: list[list[torch.Tensor]] = [[], [], [], []]
     for expert in range(first, first + count):
         torch.manual_seed(expert)
@@ -43,7 +43,7 @@ def experts_of(first: int, count: int, h: int, i: int, device: torch.device) -> 
 
 
 def tokens_of(rank: int, tokens: int, experts: int, h: int, device: Any) -> list[torch.Tensor]:
-    """Logits, values and scales of a rank's tokens."""
+    """Return logits, values and scales of a rank's tokens."""
     torch.manual_seed(10_000 + rank)
     x = torch.randn(tokens, h, device=device).to(torch.float8_e4m3fn)
     logits = torch.randn(tokens, experts, device=device)
@@ -51,13 +51,13 @@ def tokens_of(rank: int, tokens: int, experts: int, h: int, device: Any) -> list
 
 
 def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """`1 - 2 <x, ref> / (<x, x> + <ref, ref>)`, 0 for equal tensors."""
+    """Return `1 - 2 <x, ref> / (<x, x> + <ref, ref>)`, 0 for equal tensors."""
     x, ref = x.double().flatten(), ref.double().flatten()
     return 1.0 - 2.0 * float(x.dot(ref)) / float(x.dot(x) + ref.dot(ref))
 
 
 def slowest_ms(call: Any, device: torch.device) -> float:
-    """Median ms of a call, on the rank that takes longest."""
+    """Return the median ms of a call on the slowest rank."""
     samples = []
     for i in range(35):
         dist.barrier()
@@ -74,7 +74,7 @@ def slowest_ms(call: Any, device: torch.device) -> float:
 
 
 def on_streams(calls: list[Any], streams: list[Any]) -> list[torch.Tensor]:
-    """What the calls return, each on a stream of its own."""
+    """Run each call on its own stream; return the outputs."""
     outputs, now = [], torch.cuda.current_stream()
     for call, stream in zip(calls, streams, strict=True):
         stream.wait_stream(now)
@@ -86,7 +86,7 @@ def on_streams(calls: list[Any], streams: list[Any]) -> list[torch.Tensor]:
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """All of one rank; the first one prints, and exits with 1 if an output is wrong."""
+    """Do the work of one rank. Rank 0 prints. A rank exits with 1 if an output is wrong."""
     store = dist.TCPStore("127.0.0.1", port)
     group: dict[str, Any] = {"rank": rank, "world_size": ranks, "store": store}
     experts, h, i = REDUCED if args.cpu else DEEPSEEK_V3
@@ -109,40 +109,40 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     for tokens in args.tokens:
         logits, x, scale = tokens_of(rank, tokens, experts, h, device)
 
-        def call(given: Any = (logits, bias, x, scale)) -> torch.Tensor:
-            return expert_parallel_moe(*given, *mine, **options, buffer=buffer)
+        def call(batch: Any = (logits, bias, x, scale)) -> torch.Tensor:
+            return expert_parallel_moe(*batch, *mine, **options, buffer=buffer)
 
         output = call()
-        said = f"{tokens} tokens a rank"
+        line = f"{tokens} tokens a rank"
         if args.check:
             gathered = [torch.empty_like(output) for _ in range(ranks)]
             dist.all_gather(gathered, output)
             if rank == 0:
-                of_ranks = (tokens_of(r, tokens, experts, h, device) for r in range(ranks))
-                all_logits, xs, scales = zip(*of_ranks, strict=True)
+                batches = (tokens_of(r, tokens, experts, h, device) for r in range(ranks))
+                all_logits, xs, scales = zip(*batches, strict=True)
                 whole = torch.cat([x.view(torch.uint8) for x in xs]).view(x.dtype)
                 inputs = torch.cat(all_logits), bias, whole, torch.cat(scales, dim=1)
                 wanted = fused_moe(*inputs, *experts_of(0, experts, h, i, device), **options)
                 diff = float(calc_diff(torch.cat(gathered), wanted))
                 wrong |= not diff < MOST_DIFFERENT
-                said += f", calc_diff to one rank {diff:.1e}"
+                line += f", calc_diff to one rank {diff:.1e}"
         if not args.cpu:
-            given = tokens_of(rank, ranks * tokens, experts, h, device)
-            given.insert(1, bias)
+            all_tokens = tokens_of(rank, ranks * tokens, experts, h, device)
+            all_tokens.insert(1, bias)
 
-            def layer(given: Any = given) -> torch.Tensor:
-                return fused_moe(*given, *mine, local_expert_offset=rank * local, **options)
+            def layer(batch: Any = all_tokens) -> torch.Tensor:
+                return fused_moe(*batch, *mine, local_expert_offset=rank * local, **options)
 
             ms, layer_ms = slowest_ms(call, device), slowest_ms(layer, device)
-            said += f", call {ms:.3f} ms, layer {layer_ms:.3f} ms, exchange {ms - layer_ms:.3f} ms"
+            line += f", call {ms:.3f} ms, layer {layer_ms:.3f} ms, exchange {ms - layer_ms:.3f} ms"
             logits, x, scale = tokens_of(ranks + rank, tokens, experts, h, device)
             second = partial(call, (logits, bias, x, scale))
             alone = [output, second()]
             both = partial(on_streams, [call, second], streams)
             wrong |= args.check and not all(map(torch.equal, both(), alone))
-            said += f", two on two streams {slowest_ms(both, device):.3f} ms"
+            line += f", two on two streams {slowest_ms(both, device):.3f} ms"
         if rank == 0:
-            print(said, flush=True)
+            print(line, flush=True)
     if buffer is not None:
         buffer.destroy()
     dist.destroy_process_group()
@@ -167,12 +167,13 @@ def main() -> None:
         arguments.error(f"--ranks {ranks}: there are {gpus} GPUs")
     if ranks < 1 or experts % ranks:
         arguments.error(f"--ranks {ranks}: expected a divisor of {experts} experts")
-    # Where the ranks find each other, at a free port that nobody can take meanwhile.
+    # The ranks meet at this store. It keeps its free port, so no other process can take the port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = "CPU, reference model, gloo" if args.cpu else f"{torch.cuda.get_device_name()}, NCCL"
     print(f"{ranks} ranks ({where}{', DeepEP' * args.deep_ep}), {experts} experts", flush=True)
-    given = ranks, store.port, args
-    torch.multiprocessing.start_processes(work, given, ranks, start_method="spawn")
+    torch.multiprocessing.start_processes(
+        work, (ranks, store.port, args), ranks, start_method="spawn"
+    )
 
 
 if __name__ == "__main__":

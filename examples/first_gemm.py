@@ -35,7 +35,7 @@ from moe_fp8.kernels.dsl import LayoutEnum, SmemAllocator
 
 BLOCK = 128  # rows and columns of a tile, and columns of a K block
 STAGES = 5  # as many as fit into 227 KiB
-WARP, WARPGROUP = 32, 128  # threads
+WARP, WARPGROUP = 32, 128  # threads of each
 WGMMA_M, WGMMA_K = 64, 32  # rows and K columns of one WGMMA instruction
 STORE_N = 64  # columns of one TMA store: 128 bytes, as wide as the swizzle
 SFA_ROWS = BLOCK + 4  # TMA reads from multiples of 16 bytes on, up to 3 scales too early
@@ -49,8 +49,8 @@ class TmaTensor(NamedTuple):
 
 # --- host
 def smem_layouts():
-    """Return the layouts of A, B, SFA and D in shared memory. A, B and D are swizzled: 16-byte
-    pieces of a row trade places, so that 8 rows of a column lie in different banks."""
+    """Return the layouts of A, B, SFA and D in shared memory. A, B and D are swizzled: the 16-byte
+    pieces of a row are permuted, so that 8 rows of a column lie in different banks."""
     tile, row_major = (BLOCK, BLOCK, BLOCK), LayoutEnum.ROW_MAJOR
     a = hopper.make_smem_layout_a(row_major, tile, Float8E4M3FN, STAGES)  # (128, 128, stages)
     b = hopper.make_smem_layout_b(row_major, tile, Float8E4M3FN, STAGES)  # (128, 128, stages)

@@ -2,8 +2,8 @@
 
     python3 examples/moe_layer.py
 
-builds one at a reduced size, calls it eagerly and compiled, and compares it with the same layer in
-float32. Without a GPU it runs on the model in plain torch.
+The program builds a layer at a reduced size, calls it eagerly and compiled, and compares it with
+the layer in float32. Without a GPU the reference model in plain torch computes it.
 """
 
 import torch
@@ -17,8 +17,8 @@ class Fp8MoE(nn.Module):
     Args:
         gate: `[E, H]` weights of the router.
         bias: `[E]`, added to the scores for the choice of experts.
-        up, gate_proj: `[L, I, H]` weights of the L experts that live here; down: `[L, H, I]`.
-        routed_scaling_factor, n_group, topk_group, top_k: of the routing.
+        up, gate_proj: `[L, I, H]` weights of the L local experts; down: `[L, H, I]`.
+        routed_scaling_factor, n_group, topk_group, top_k: see `fused_moe`.
         first_expert: the first of the L experts.
         accurate: see `fused_moe`.
     """
@@ -43,7 +43,7 @@ class Fp8MoE(nn.Module):
         w2, w2_scale = quantise_blocks(down)
         for name, tensor in {
             "gate": gate.float(),
-            "bias": bias.float(),  # a real model's, rounded to bfloat16, chooses other experts
+            "bias": bias.float(),  # rounded to bfloat16 a real model's bias chooses other experts
             "w13": w13,
             "w13_scale": w13_scale,
             "w2": w2,
@@ -60,7 +60,7 @@ class Fp8MoE(nn.Module):
         }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` bfloat16 -> the same."""
+        """Return the layer's output, with the shape and the type of `x`: `[..., H]` bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = nn.functional.linear(tokens.float(), self.gate)
         q, scale = quantise_rows(tokens)
@@ -72,15 +72,15 @@ class Fp8MoE(nn.Module):
 
 
 def in_float32(layer: Fp8MoE, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The layer with unquantised experts, all of which live here, token by token."""
+    """Compute the layer with unquantised experts, all of them local, token by token."""
     o, groups = layer.options, layer.options["n_group"]
     out = torch.zeros_like(x, dtype=torch.float32)
     for token, row in enumerate(x.float()):
         scores = torch.sigmoid(layer.gate @ row)
         choice = (scores + layer.bias.float()).view(groups, -1)
-        kept = choice.topk(2, dim=1).values.sum(1).topk(o["topk_group"]).indices
+        best = choice.topk(2, dim=1).values.sum(1).topk(o["topk_group"]).indices
         within = torch.full_like(choice, -torch.inf)
-        within[kept] = choice[kept]
+        within[best] = choice[best]
         chosen = within.flatten().topk(o["top_k"]).indices
         share = scores[chosen] / scores[chosen].sum() * o["routed_scaling_factor"]
         for expert, weight in zip(chosen.tolist(), share, strict=True):

@@ -128,7 +128,7 @@ def prepared_mega_moe(inputs: MoeInputs) -> Callable[[MoeInputs, torch.Tensor], 
     from moe_fp8.baselines import deepgemm_mega_moe as peer
 
     weights = peer.own_weights(peer.SHAPE, inputs.hidden_states.device)
-    peer.prepare(inputs, weights)
+    peer.interleave_weights(inputs, weights)
     return lambda given, out: peer.call_prepared(given, out, weights)
 
 

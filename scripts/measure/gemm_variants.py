@@ -26,7 +26,7 @@ from scripts.measure.weight_stream import readers
 from scripts.pack import sources
 
 if TYPE_CHECKING:
-    from moe_fp8.baselines.triton_gemm import Tile
+    from moe_fp8.baselines.triton_gemm import TileConfig
     from moe_fp8.baselines.triton_stages import Rows
 
 MOST_ROWS = 1024
@@ -321,7 +321,7 @@ def triton_variants() -> list[Variant]:
     return [Variant("triton_moe", lambda x: triton_call(x, shipped_tile(x.problem)), peer=True)]
 
 
-def shipped_tile(problem: Problem) -> "Tile":
+def shipped_tile(problem: Problem) -> "TileConfig":
     """What triton_moe takes for the workload; for even rows, for the tokens that would give every
     expert so many. Its first tile is for the GEMM that is deeper than wide."""
     from moe_fp8.baselines.triton_moe import tiles
@@ -349,7 +349,7 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
     return placed, Rows(pair_row, token, expert, m_indptr, x.rows_per_expert.unsqueeze(0))
 
 
-def triton_call(x: Operands, tile: "Tile") -> Timed:
+def triton_call(x: Operands, tile: "TileConfig") -> Timed:
     """GEMM1 gathers its rows from the flat ones; where others than the layer's are multiplied, and
     in GEMM2, they are in place."""
     from moe_fp8.baselines.triton_gemm import grouped_gemm

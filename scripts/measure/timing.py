@@ -20,7 +20,7 @@ from flashinfer_bench.bench import timing as harness
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
-from moe_fp8.baselines.held import REUSE
+from moe_fp8.baselines.per_stream import REUSE
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.common.text import error_line

@@ -23,8 +23,8 @@ PUBLIC = {
     "quantise_blocks": "reference",
     "quantise_rows": "reference",
 }
-"""The module of each public name. It is imported when the name is first used: a packed solution has
-few of these modules."""
+"""The module of each public name. The first use of a name imports its module: a packed solution has
+only some of these modules."""
 
 
 def _version() -> str:

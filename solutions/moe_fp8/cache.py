@@ -5,15 +5,16 @@
 
 The directory is $MOE_FP8_CACHE_DIR, else it lies under the user's cache directory.
 
-An entry is a directory named by a digest of everything that decides its machine code. It holds the
-object file, its digest and a description, and appears by one atomic rename. An entry whose digest
-does not match is built again. Kernels are code: `require_trusted` says which entries are loaded.
+An entry is a directory. Its name contains a digest of everything that decides the machine code. It
+contains the object file, the file's digest and a description, and appears by one atomic rename. An
+entry with a wrong digest is built again. Kernels are code: only entries that pass `require_trusted`
+are loaded.
 
-Beyond `LIMIT_BYTES` (256 MiB) the entries used longest ago are removed. Nothing else is ever
-removed but directories that bear the cache's names: `$MOE_FP8_CACHE_DIR` can be any directory.
+Above `LIMIT_BYTES` (256 MiB) the least recently used entries are removed. Only directories with the
+cache's names are ever removed: `$MOE_FP8_CACHE_DIR` can be any directory.
 
-The sources of a kernel are part of its digest (`import_closure`). The same function says what a
-packed solution consists of, so that an edit changes exactly the solutions that import the file.
+The digest covers a kernel's sources (`import_closure`). `import_closure` also selects the files of
+a packed solution, so an edit changes exactly the solutions that import the file.
 """
 
 import argparse
@@ -38,16 +39,16 @@ from typing import Any
 
 CACHE_VARIABLE = "MOE_FP8_CACHE_DIR"
 NAME = "moe_fp8"
-"""Name of the directory. The package's own name differs from one packed solution to the next."""
+"""Name of the directory. It cannot be the package's name: each packed solution has another one."""
 
 OBJECT, DIGEST, DESCRIPTION = "kernel.o", "sha256", "made_of.json"
 ENTRY = re.compile(r"\w+-[0-9a-f]{32}")
 DRAFT = re.compile(rf"\.{ENTRY.pattern}-\w{{8}}")
 LIMIT_BYTES = 256 * 2**20
 STALE_SECONDS = 3600.0
-"""Age from which an unfinished entry counts as left behind by a killed process."""
-_said: set[tuple[Path, str | None]] = set()
-"""The warnings of this process: directory and cause."""
+"""Age at which an unfinished entry is taken for the rest of a killed process."""
+_warned: set[tuple[Path, str | None]] = set()
+"""The directory and the cause of each warning of this process."""
 
 
 def cache_dir() -> Path | None:
@@ -70,7 +71,7 @@ class CachedKernel:
     """One compiled kernel of the cache."""
 
     path: Path  # its directory
-    made_of: dict[str, Any]  # its description: what decided the machine code; {} if unreadable
+    made_of: dict[str, Any]  # the description of its machine code's inputs; {} if unreadable
     size: int  # bytes on disk
     used: float  # when it was stored or last loaded, seconds since the epoch
 
@@ -78,26 +79,26 @@ class CachedKernel:
 class KernelCache:
     """The compiled kernels in one directory, shared by processes and threads.
 
-    The directory is made when the first kernel is stored. `load(path)` makes a function of an
-    object file, `export(function, path)` writes one.
+    Storing the first kernel makes the directory. `load(path)` makes a function from an object file,
+    `export(function, path)` writes one.
     """
 
     def __init__(self, directory: Path, load: Any = None, export: Any = None):
         self.directory, self._load, self._export = directory, load, export
 
     def get(self, made_of: dict[str, str], build: Callable[[], Any]) -> Any:
-        """Return the kernel that is made of this: from the directory, or built and kept there.
+        """Return the kernel with this description: load it, or build and store it.
 
-        An entry is loaded without a lock and without writing. Of several processes one builds, the
-        others wait and load; without locks several build. Where nothing can be kept the kernel is
-        built all the same, with one warning that says why.
+        Loading an entry takes no lock and writes nothing. One process builds, others wait and load;
+        on a file system without locks several build. If nothing can be stored, the kernel is built
+        anyway, with one warning that says why.
         """
         entry, text = self._entry(made_of)
         function = None
         try:
             function = self._read(entry)
             if function is None:
-                # A file for many entries: they would stay behind when the entries go.
+                # One lock file for many entries, because lock files stay when entries are removed.
                 with self.lock(entry.name[-32:-30]):
                     function = self._read(entry)  # another process may have stored it
                     if function is None:
@@ -109,62 +110,62 @@ class KernelCache:
         return build() if function is None else function
 
     def has(self, made_of: dict[str, str]) -> bool:
-        """True if `get` would find the kernel. Nothing is read: it may prove damaged."""
+        """True if the directory has the kernel. The file is not read, so it may be damaged."""
         with contextlib.suppress(OSError):
             require_trusted(self._entry(made_of)[0] / OBJECT)
             return True
         return False
 
     def _entry(self, made_of: dict[str, str]) -> tuple[Path, str]:
-        """Return the directory that such a kernel is kept in, and what it is made of as text."""
+        """Return the directory of the entry with this description, and the description as text."""
         text = json.dumps(made_of, indent=1, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return self.directory / f"{made_of['kernel']}-{digest}", text
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Make the directory and hold a lock that all who use it share, if there are locks.
+        """Make the directory and take one of its locks, if the file system has locks.
 
         Raises OSError: nothing can be stored in the directory, or others could have written to it.
         """
         for directory in (*reversed(self.directory.parents), self.directory):
-            directory.mkdir(mode=0o755, exist_ok=True)  # not for others to write
+            directory.mkdir(mode=0o755, exist_ok=True)  # others cannot write
         require_trusted(self.directory)
         if not os.access(self.directory, os.W_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, "cannot be written", str(self.directory))
         path, flags = self.directory / f"lock-{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        with contextlib.ExitStack() as held:
-            # Not filelock's: where the file system has no locks, old versions of it wait for ever,
-            # new ones for a process that was killed on another host.
+        with contextlib.ExitStack() as cleanup:
+            # Not filelock's: without locks of the file system its old versions wait for ever, its
+            # new ones wait for a process that was killed on another host.
             with contextlib.suppress(OSError):  # no locks here, or another user's file
                 file = os.open(path, flags, 0o600)
-                held.callback(os.close, file)
-                # Who can read a file can hold its lock for ever.
+                cleanup.callback(os.close, file)
+                # A user who can read the file could hold its lock for ever.
                 if not _why_untrusted(os.fstat(file), stat.S_IROTH | stat.S_IWOTH):
                     fcntl.flock(file, fcntl.LOCK_EX)
-                    held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a fork may have the file
+                    cleanup.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a fork may have the file
             yield
 
     def entries(self) -> list[CachedKernel]:
-        """Return what is kept, the last used first."""
-        found = []
+        """Return the stored kernels, the last used first."""
+        kernels = []
         for path in self._named(ENTRY):
             try:
                 digest = path / DIGEST
                 used = digest.stat().st_mtime
                 size = sum(file.stat().st_size for file in path.iterdir())
-            except OSError:  # gone meanwhile
+            except OSError:  # another process removed it
                 continue
             try:
                 made_of = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 made_of = {}
-            found.append(CachedKernel(path, made_of, size, used))
-        return sorted(found, key=lambda entry: -entry.used)
+            kernels.append(CachedKernel(path, made_of, size, used))
+        return sorted(kernels, key=lambda entry: -entry.used)
 
     def trim(self, limit: int = LIMIT_BYTES) -> list[CachedKernel]:
-        """Remove the entries used longest ago until the rest fits, and what killed processes left;
-        return the entries that are gone."""
+        """Remove the least recently used entries above `limit`, and the drafts of killed processes;
+        return the removed entries."""
         removed, total = [], 0
         for entry in self.entries():
             total += entry.size
@@ -182,34 +183,34 @@ class KernelCache:
         return removed
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        """Return the directories with such a name, but no symbolic link to one elsewhere."""
+        """Return the directories whose name matches `pattern`, without symbolic links."""
         paths = self.directory.iterdir() if self.directory.is_dir() else ()
         return [p for p in paths if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
     def _read(self, entry: Path) -> Any | None:
-        """Return the function in an entry; None if there is none, or a damaged one.
+        """Return the function of an entry; None if the entry is missing or damaged.
 
         Raises OSError: others could have written the entry, or it cannot be read.
         """
         kernel, digest = entry / OBJECT, entry / DIGEST
         try:
             require_trusted(kernel)
-            found = hashlib.sha256(kernel.read_bytes()).hexdigest()
-            if found.encode() != digest.read_bytes():
+            actual = hashlib.sha256(kernel.read_bytes()).hexdigest()
+            if actual.encode() != digest.read_bytes():
                 return None
         except FileNotFoundError:
             return None
-        with contextlib.suppress(OSError):  # in a directory that can only be read
-            os.utime(digest)  # when it was last used
+        with contextlib.suppress(OSError):  # the directory may be read-only
+            os.utime(digest)  # the time of the last use
         try:
             return self._load(kernel)
-        except Exception as error:  # the loader's own, of many types
+        except Exception as error:  # the loader raises many types
             why = f"cannot be loaded ({type(error).__name__})"
             self._warn(why, f"{kernel} {why}: compiled anew")
             return None
 
     def _store(self, function: Any, entry: Path, made_of: str) -> None:
-        """Put a function where `_read` finds it, for others to read as the umask says."""
+        """Store a function as an entry. The umask decides who can read it."""
         draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=self.directory))
         try:
             self._export(function, draft / OBJECT)
@@ -218,29 +219,29 @@ class KernelCache:
             (draft / DESCRIPTION).write_text(made_of, encoding="utf-8")
             for path in draft.iterdir():
                 path.chmod(path.stat().st_mode & 0o755)
-            draft.chmod(0o755)  # after its files: nobody else has opened one of them for writing
-            shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+            draft.chmod(0o755)  # must come after the files' chmod, or others may open one to write
+            shutil.rmtree(entry, ignore_errors=True)  # a damaged entry
             os.rename(draft, entry)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         self.trim()
 
     def _warn(self, cause: str | None, message: str) -> None:
-        """Warn once in a process of one cause, for the first of its kernels."""
-        if (self.directory, cause) not in _said:
-            _said.add((self.directory, cause))
+        """Warn once per process, directory and cause."""
+        if (self.directory, cause) not in _warned:
+            _warned.add((self.directory, cause))
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def require_trusted(path: Path) -> None:
-    """Raise a PermissionError if others could have made or changed this path, an OSError if it is
-    not there.
+    """Raise a PermissionError if others could have made or changed this path, an OSError if it does
+    not exist.
 
-    Of the path, of each directory above it, and of each symbolic link and what it names, the owner
-    is this user or root, and nobody else can write to it but the groups of this process. In a
-    directory with a sticky bit (/tmp) others can write, but not replace what is not theirs.
+    Checks the path, each directory above it, each symbolic link and the link's target. Each must
+    belong to this user or root, and only they and this process's groups may write to it. A
+    directory with a sticky bit (/tmp) passes: others can write to it, but not replace files there.
     """
-    path.stat()  # raises if it is missing, or a link that leads to itself
+    path.stat()  # raises for a missing path and for a link that leads to itself
     for step in (*reversed(path.absolute().parents), path.absolute()):
         status = step.lstat()
         if why := _why_untrusted(status, stat.S_IWOTH):
@@ -250,7 +251,7 @@ def require_trusted(path: Path) -> None:
 
 
 def _why_untrusted(status: os.stat_result, rights: int) -> str | None:
-    """Return why others have made this or have one of these rights to it, such as S_IWOTH."""
+    """Return the reason if another user owns a file or has one of these rights, such as S_IWOTH."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user (uid {status.st_uid})"
     if status.st_gid not in (os.getegid(), *os.getgroups()):
@@ -268,19 +269,19 @@ PACKAGE = "moe_fp8"
 
 
 class ClosureError(ValueError):
-    """An import that a self-contained bundle of the sources could not resolve."""
+    """An import that would fail in a self-contained bundle of the sources."""
 
 
 def import_closure(entry: Path, root: Path) -> list[Path]:
     """Return all files under `root` that importing `entry` may import, sorted by path.
 
-    The files are parsed, nothing is imported. Imports inside functions count, and so do the
-    `__init__.py` files on the way. `root` is the directory of the top-level package, under whatever
-    name it is imported.
+    Parses the files and imports nothing. Imports inside functions count, and so do the
+    `__init__.py` files of the packages. `root` is the directory of the top-level package, whatever
+    its import name.
 
     Raises:
         ClosureError: an import leaves `root`, names no file there, or reaches the package by its
-            absolute name (a bundle is imported under another one).
+            absolute name (a bundle has another name).
     """
     root = root.resolve()
     pending = [entry.resolve()]
@@ -335,7 +336,7 @@ def _imported_files(node: ast.AST, path: Path, root: Path) -> Iterator[Path]:
             raise fail(f"'{'.' * node.level}{node.module or ''}' is no module of the package")
         yield source
         if source.name == "__init__.py":
-            # A name that is no module is defined in the `__init__.py`.
+            # A name without a file is defined in the `__init__.py`.
             yield from filter(None, (_module_file(target / alias.name) for alias in node.names))
     elif isinstance(node, ast.Call):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -366,9 +367,9 @@ def line(entry: CachedKernel) -> str:
     # The file may hold any JSON.
     made_of = entry.made_of if isinstance(entry.made_of, dict) else {}
     kernel = made_of.get("kernel", entry.path.name)
-    made = made_of.get("parameters", "?")
+    parameters = made_of.get("parameters", "?")
     hours = max(0.0, time.time() - entry.used) / 3600
-    return f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel} {made}"
+    return f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel} {parameters}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -385,17 +386,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = KernelCache(directory)
     try:
         entries = cache.entries()
-    except OSError as error:  # another user's
+    except OSError as error:  # such as another user's directory
         parser.error(str(error))
     if args.clear:
         removed = cache.trim(0)
-        said = f"removed {len(removed)} of {len(entries)} kernels, {mebibytes(removed)}"
+        summary = f"removed {len(removed)} of {len(entries)} kernels, {mebibytes(removed)}"
     else:
         for entry in entries:
             print(line(entry))
         limit = f"{LIMIT_BYTES / 2**20:.0f} MiB at most"
-        said = f"{len(entries)} kernels, {mebibytes(entries)} ({limit})"
-    print(f"{directory}: {said}")
+        summary = f"{len(entries)} kernels, {mebibytes(entries)} ({limit})"
+    print(f"{directory}: {summary}")
     return 0
 
 

@@ -1,7 +1,6 @@
 """A call of the layer: its shape, its tensors, and every check of an argument.
 
-Kernels, host and reference model share what is here. Checks launch nothing and read nothing on a
-GPU.
+Kernels, host and reference model share this file. Checks launch nothing and read no GPU memory.
 """
 
 import functools
@@ -15,24 +14,26 @@ from typing import Any, NamedTuple
 import torch
 
 BLOCK = 128
-"""Width of a scale block: rows have a scale per 128 columns, weights one per 128x128 block."""
+"""Width of a scale block: a row has a scale per 128 columns, weights have one per 128x128 block."""
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn value."""
 MANTISSA = 0x7FFFFF
 """Bits of a float32 below its exponent."""
 EPSILON = 1e-20
-"""Added to the sum of a token's scores. It keeps the weights finite where the sigmoid of every
+"""A summand of the sum of a token's scores. It keeps the weights finite where the sigmoid of every
 chosen logit underflows to zero."""
 TMA_ROWS = 4
-"""float32 scales of 16 bytes: TMA reads a row of scales from multiples of 16 bytes only."""
+"""Number of float32 scales in 16 bytes: a row of scales must begin at a multiple of 16 bytes for
+TMA."""
 CHUNK_TOKENS = 16384
-"""Tokens that are computed at once: up to 141 KB each (all of its experts local), 2.3 GB."""
+"""Most tokens in one pass over the kernels. The workspace of a token with all experts local takes
+141 KB, so that of a pass takes up to 2.3 GB."""
 LARGEST_OFFSET = 2**30
-"""Beyond every expert id, and far enough from int32's end to add an expert count to it."""
+"""An offset above every expert id. An expert count can be added to it within int32."""
 
 
 def round_up(value: Any, multiple: int) -> Any:
-    """Return the least multiple that is not below `value`, an `int` or an integer of a kernel."""
+    """Return `value` rounded up to a multiple; `value` is an `int` or an integer of a kernel."""
     return (value + (multiple - 1)) // multiple * multiple
 
 
@@ -40,13 +41,13 @@ def round_up(value: Any, multiple: int) -> Any:
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise a ValueError for what is neither an integer nor a CPU tensor that holds one."""
+    """Raise a ValueError unless `value` is an integer or a CPU tensor with one integer."""
     if type(value) is not int:
         _check_scalar(name, value, Integral, "an integer")
 
 
 def check_real(name: str, value: object) -> None:
-    """Raise a ValueError for what is neither a real number nor a CPU tensor that holds one."""
+    """Raise a ValueError unless `value` is a real number or a CPU tensor with one real number."""
     if type(value) is not float:
         _check_scalar(name, value, Real, "a real number that a float can hold")
 
@@ -82,7 +83,7 @@ def fits_float(value: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return the value for a message, at most a line of it."""
+    """Return the value as text for a message, at most one line."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits
@@ -93,29 +94,29 @@ def shown(value: object) -> str:
 # --- shape --------------------------------------------------------------------------------------
 
 ROUTINGS = ("deepseek_v3", "renormalize", "given")
-"""Ways to choose a token's experts and their weights, see `reference.choose_experts`. With `given`
-the caller has chosen them (`RoutedInputs`)."""
-LARGEST = {
+"""The rules that choose a token's experts and their weights, see `reference.choose_experts`. With
+`given` the caller chooses (`RoutedInputs`)."""
+LARGEST_SIZES = {
     "num_experts": 1024,  # 32 lanes of a warp, 32 experts each
     "num_local_experts": 1024,
-    "hidden_size": 8192,  # block scales of up and gate that a warp of GEMM1 keeps
-    "intermediate_size": 16384,  # block scales that a warp of GEMM2 keeps
+    "hidden_size": 8192,  # bounded by the block scales of up and gate in a warp of GEMM1
+    "intermediate_size": 16384,  # bounded by the block scales in a warp of GEMM2
     "top_k": 31,
 }
 """Largest sizes that the kernels take."""
 LANES = 32
-"""Lanes of the warp that routes a token."""
+"""Lanes of a warp: one warp routes a token."""
 LARGEST_SWIGLU = 1e38
-"""Largest number of a `Swiglu`: float32 holds it and its product with log2(e)."""
+"""Largest number of a `Swiglu`: its product with log2(e) still fits float32."""
 
 
 @dataclass(frozen=True)
 class Swiglu:
-    """The activation of an expert: `gate * sigmoid(alpha * gate) * (up + beta)`, with gate at most
-    `limit` and up within `limit` of 0. By default `silu(gate) * up`.
+    """The activation of an expert: `gate * sigmoid(alpha * gate) * (up + beta)`, with gate clamped
+    to at most `limit` and up to `-limit ... limit`. The default is `silu(gate) * up`.
 
     With a limit it is vLLM's `SiluAndMulWithClamp` and SGLang's `swiglu_limit`; alpha 1.702 and
-    beta 1 are gpt-oss's. A NaN stays one.
+    beta 1 are gpt-oss's. A NaN stays a NaN.
 
     Raises:
         ValueError: a number is not finite or too large, or the limit is not positive; the message
@@ -138,7 +139,7 @@ class Swiglu:
                 raise ValueError(
                     f"swiglu_{name}={shown(value)}: expected at most {LARGEST_SWIGLU:g}"
                 )
-            object.__setattr__(self, name, float(value))  # 10 and 10.0 are one kernel's
+            object.__setattr__(self, name, float(value))  # 10 and 10.0 need the same kernel
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"swiglu_limit={self.limit}: expected a positive number, or None")
 
@@ -149,26 +150,26 @@ SILU = Swiglu()
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Everything about the layer that does not change from call to call.
+    """The sizes and options of a layer. They do not change from call to call.
 
-    Where `topk_group < n_group`, a group has 1, 2, 4, ... times as many experts as one lane of the
-    warp that routes a token.
+    If `topk_group < n_group`, a group has 1, 2, 4, 8 or 16 times as many experts as one lane of
+    the warp that routes a token.
 
     Raises:
-        ValueError: a size is not what routing or the block scales need; the message names it.
+        ValueError: routing or the block scales do not allow a size; the message names it.
     """
 
-    num_experts: int = 256  # of the whole layer, at most 1024
-    num_local_experts: int = 32  # here, at most 1024
-    hidden_size: int = 7168  # of a token, a multiple of 128 up to 8192
-    intermediate_size: int = 2048  # inside an expert, a multiple of 128 up to 16384
-    n_group: int = 8  # groups that the experts are divided into, for the routing
+    num_experts: int = 256  # in the whole layer, at most 1024
+    num_local_experts: int = 32  # on this rank, at most 1024
+    hidden_size: int = 7168  # columns of a token, a multiple of 128 up to 8192
+    intermediate_size: int = 2048  # columns inside an expert, a multiple of 128 up to 16384
+    n_group: int = 8  # groups of experts for the routing
     topk_group: int = 4  # groups that a token's experts come from
     top_k: int = 8  # experts of a token, at most 31
-    routing: str = "deepseek_v3"  # with `renormalize` logits are bfloat16, and there is no bias;
-    # with `given` there are neither, and num_experts only tells how many rows an expert may have
-    swiglu: Swiglu = SILU  # or its numbers, which a packed solution can write as a literal
-    ue8m0: bool = False  # the scales that the layer makes are powers of two, rounded up
+    routing: str = "deepseek_v3"  # `renormalize`: logits are bfloat16, and there is no bias;
+    # `given`: there are neither, and num_experts only bounds the rows of an expert
+    swiglu: Swiglu = SILU  # or its numbers as a tuple, a literal in a packed solution
+    ue8m0: bool = False  # activation scales are powers of two, rounded up
 
     def __post_init__(self) -> None:
         if isinstance(self.swiglu, tuple):
@@ -178,7 +179,7 @@ class MoeShape:
             whole = isinstance(size, Integral) and not isinstance(size, bool)
             if field.type is int and not whole:
                 raise ValueError(f"{field.name}={shown(size)}: expected an integer")
-            if whole:  # the compiler knows no numpy integer
+            if whole:  # the compiler does not accept numpy integers
                 object.__setattr__(self, field.name, int(size))
         for name in ("hidden_size", "intermediate_size"):
             size = getattr(self, name)
@@ -208,22 +209,24 @@ class MoeShape:
             )
         if not 1 <= self.topk_group <= self.n_group:
             raise ValueError(f"topk_group={self.topk_group}: expected 1..n_group={self.n_group}")
-        # Experts that are given may be given twice.
-        kept = self.topk_group * self.group_size if self.routing != "given" else LARGEST["top_k"]
-        if not 1 <= self.top_k <= kept:
+        most = LARGEST_SIZES["top_k"]  # the caller may choose an expert twice
+        if self.routing != "given":
+            most = self.topk_group * self.group_size
+        if not 1 <= self.top_k <= most:
             raise ValueError(
-                f"top_k={self.top_k}: expected 1..{kept}, "
+                f"top_k={self.top_k}: expected 1..{most}, "
                 + ("the experts of the kept groups" if self.routing != "given" else "of a token")
             )
-        for name, largest in LARGEST.items():
+        for name, largest in LARGEST_SIZES.items():
             if getattr(self, name) > largest:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at most {largest}")
-        of_lane = -(-self.num_experts // LANES)
-        lanes = self.group_size / of_lane
+        experts_per_lane = -(-self.num_experts // LANES)
+        lanes = self.group_size / experts_per_lane
         if self.topk_group < self.n_group and lanes not in (1, 2, 4, 8, 16):
             raise ValueError(
-                f"n_group={self.n_group}: groups of {self.group_size} experts, expected {of_lane} "
-                f"times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} keeps a part of them"
+                f"n_group={self.n_group}: groups of {self.group_size} experts, expected "
+                f"{experts_per_lane} times 1, 2, 4, 8 or 16 where topk_group={self.topk_group} "
+                "keeps a part of them"
             )
 
     @property
@@ -245,19 +248,19 @@ DEEPSEEK_V3 = MoeShape()
 
 @dataclass(frozen=True)
 class Form:
-    """Types and layouts of a call's tensors, where the fused layer takes several.
+    """The types and layouts of a call's tensors, where the fused layer takes several.
 
-    The defaults are DeepSeek-V3's definition's; the other solutions take no others.
+    The defaults are those of DeepSeek-V3's definition. Other solutions take only the defaults.
     """
 
-    choice: torch.dtype = torch.float32  # of the logits; of the ids where those are given
-    bias: torch.dtype | None = torch.bfloat16  # of the bias, or of given weights; None: no bias
-    x: torch.dtype = torch.float8_e4m3fn  # bfloat16 is quantised by the layer, without scales
-    strided_scales: bool = False  # scales of x of any strides; else `[H/128, T]` contiguous
-    gate_first: bool = False  # rows of gate lie above those of up in the weights of GEMM1
-    has_map: bool = False  # of given experts to local ones
+    choice: torch.dtype = torch.float32  # type of the logits, or of the ids with `given`
+    bias: torch.dtype | None = torch.bfloat16  # type of the bias, or of the weights with `given`
+    x: torch.dtype = torch.float8_e4m3fn  # bfloat16 comes without scales: the layer quantises
+    strided_scales: bool = False  # scales of x with any strides; else `[H/128, T]` contiguous
+    gate_first: bool = False  # gate rows lie above up rows in the weights of GEMM1
+    has_map: bool = False  # a map from expert ids to local experts
     weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
-    batched: bool = False  # tokens lie by expert, with a count of each: `BatchedInputs`
+    batched: bool = False  # tokens are sorted by expert, with counts: `BatchedInputs`
 
     @property
     def has_scales(self) -> bool:
@@ -273,17 +276,17 @@ class Form:
 
 
 def expected_rows(pairs: int, experts: int) -> float:
-    """Return the rows of an expert that has any, of `pairs` among equally popular experts.
+    """Return the mean rows of an active expert, for `pairs` rows and equally popular experts.
 
-    With x rows an expert on average, the share of experts without one is about exp(-x). Real
-    traffic prefers some experts, so that active experts have more: 3.9 where this says 2.7 (T=80).
+    With x rows an expert on average, the share of experts without a row is about exp(-x). Real
+    traffic prefers some experts, so an active expert has more rows: 3.9 instead of 2.7 at T=80.
     """
     mean = pairs / experts
     return mean / -math.expm1(-mean)
 
 
 def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
-    """Return the offset within int32. All offsets past either end mean that no expert is local."""
+    """Return the offset clamped to int32. An offset past either end means: no expert is local."""
     return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
 
 
@@ -291,7 +294,7 @@ def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
 
 
 class MoeInputs(NamedTuple):
-    """The layer's inputs, in the order of DeepSeek-V3's definition; `Form` has other types."""
+    """The layer's inputs, in the order of DeepSeek-V3's definition. `Form` lists other types."""
 
     routing_logits: torch.Tensor  # [T, num_experts] float32, or bfloat16: `MoeShape.logits_dtype`
     routing_bias: torch.Tensor | None  # [num_experts] bfloat16, None where the routing has none
@@ -306,7 +309,7 @@ class MoeInputs(NamedTuple):
 
 
 class RoutedInputs(NamedTuple):
-    """The inputs of the layer after its routing: shape `given`. Places are those of `MoeInputs`."""
+    """The layer's inputs after a routing by the caller (`given`), in the order of `MoeInputs`."""
 
     topk_ids: torch.Tensor  # [T, top_k] int32 or int64
     topk_weights: torch.Tensor  # [T, top_k] float32
@@ -317,15 +320,15 @@ class RoutedInputs(NamedTuple):
     w2: torch.Tensor  # [E, H, I] float8_e4m3fn
     w2_scale: torch.Tensor  # [E, H/128, I/128] float32
     local_expert_offset: int | torch.Tensor
-    expert_map: torch.Tensor | None  # [any] int32: an id's local expert, or -1
+    expert_map: torch.Tensor | None  # [any] int32: local expert of an id, or -1
 
 
 class BatchedInputs(NamedTuple):
-    """The inputs of experts whose tokens lie by expert, R places for each: shape `given`. Places
-    are those of `MoeInputs`."""
+    """The experts' inputs for tokens that are sorted by expert (`given`), R rows for each expert,
+    in the order of `MoeInputs`."""
 
-    num_tokens: torch.Tensor  # [E] int32: tokens of each expert, in the first of its R places
-    expected_m: int | None  # a guess at the tokens of an expert, None until the layer is known
+    num_tokens: torch.Tensor  # [E] int32: each expert's tokens, in the first of its R rows
+    expected_m: int | None  # the host's guess of an expert's tokens, None until a layer is chosen
     x: torch.Tensor  # [E, R, H] float8_e4m3fn or bfloat16
     x_scale: torch.Tensor | None  # [E, R, H/128] float32 of any strides, None where x is bfloat16
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
@@ -338,16 +341,15 @@ Inputs = MoeInputs | RoutedInputs | BatchedInputs
 
 
 class GroupedRows(NamedTuple):
-    """The (token, local expert) pairs as rows: experts ascending, tokens ascending within one.
+    """The rows of the GEMMs, one per (token, local expert) pair: sorted by expert, then by token.
 
-    P rows are real; only the device knows P (`m_indptr[E]`).
+    The first P rows are used. Only the device knows P (`m_indptr[E]`).
     """
 
-    # [T*top_k] int32; past P: unspecified. None where nobody asked for it.
-    token_of_row: Any
+    token_of_row: Any  # [T*top_k] int32, unspecified from P on; None unless requested
     m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
-    # [T, top_k] int32, -1 where the pair's expert is not local. An expert that a token was given
-    # twice has one row of it.
+    # [T, top_k] int32, -1 if the pair's expert is not local. A token that lists an expert twice
+    # has one row for both pairs.
     pair_row: torch.Tensor
     weights: torch.Tensor  # [T, top_k] float32
 
@@ -356,16 +358,16 @@ def some_tokens(inputs: Any, part: slice) -> Any:
     """Return the `MoeInputs` or `RoutedInputs` of some tokens."""
     first, second, x, x_scale, *rest = inputs
     if isinstance(inputs, RoutedInputs):
-        second = second[part]  # weights, where others have a bias
+        second = second[part]  # the weights; `MoeInputs` has the bias here
     if x_scale is not None:
         columns = x_scale[:, part]
-        # Contiguous where the whole is, else a view: the same kernels serve the part.
+        # Contiguous if the whole is, else a view: a part needs no other kernel than the whole.
         x_scale = columns.contiguous() if x_scale.is_contiguous() else columns
     return inputs._make((first[part], second, x[part], x_scale, *rest))
 
 
 def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the tokens in as few parts as `CHUNK_TOKENS` allows, with their rows of the output."""
+    """Yield the inputs and the output in parts of at most `CHUNK_TOKENS` tokens."""
     tokens = output.shape[0]
     if tokens <= CHUNK_TOKENS:
         yield inputs, output
@@ -382,10 +384,10 @@ def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tenso
 def run_of(
     moe: Callable[[MoeInputs, torch.Tensor], None], shape: MoeShape = DEEPSEEK_V3
 ) -> Callable[..., None]:
-    """Return the function that flashinfer-bench calls: the definition's inputs in order, then the
-    output, which it writes.
+    """Return the function for flashinfer-bench. Its parameters are the definition's inputs in order
+    and the output.
 
-    With the routing `renormalize` a definition has neither bias nor offset nor factor.
+    A definition with the routing `renormalize` has no bias, offset and factor.
     """
     def run(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
@@ -414,9 +416,9 @@ def run_of(
 # --- checks of a call ---------------------------------------------------------------------------
 
 MAX_BATCHED_ROWS = 2**24
-"""Rows of all experts together, where they lie by expert."""
+"""Most rows of all experts of `BatchedInputs` together."""
 MAX_EXPERT_ROWS = 2**22
-"""Rows of one expert: the tile scheduler multiplies two numbers of them, steps and tiles."""
+"""Most rows of one expert: the tile scheduler multiplies its steps by its tiles within int32."""
 
 
 def check_call(
@@ -428,11 +430,10 @@ def check_call(
 ) -> int:
     """Check every argument; return the number of tokens T, or of rows R of each expert.
 
-    Without a form the definition's types and layouts are expected. Messages call the output
-    `out_name`.
+    The default form is the definition's. Messages call the output `out_name`.
 
     Raises:
-        ValueError: names the argument, what was expected and given, and why.
+        ValueError: an argument is wrong; the message names it, what was expected and what came.
     """
     form = form or Form.usual(shape)
     counted, dim, place = (inputs[2], 3, 1) if form.batched else (inputs[0], 2, 0)
@@ -447,7 +448,7 @@ def check_call(
         got = type(inputs[3]).__name__
         raise ValueError(f"{names[3]}: expected None with {names[2]} of {form.x}, got {got}")
     if isinstance(inputs, BatchedInputs):
-        # Beyond these a kernel's integers of 32 bits would not hold what it counts.
+        # With more rows a kernel's 32-bit integers overflow.
         together = MAX_BATCHED_ROWS // shape.num_local_experts
         most = min(MAX_EXPERT_ROWS, together, (2**31 - 1) // shape.intermediate_size)
         if tokens > most:
@@ -465,7 +466,7 @@ def check_call(
 
 
 def tensors_of(form: Form) -> Callable[[Inputs], tuple[Any, ...]]:
-    """Return a function that takes the tensors out of the inputs, in order."""
+    """Return a function that picks the tensors out of the inputs, in order."""
     bias, scale = (1,) * (form.bias is not None), (3,) * form.has_scales
     places = 0, *bias, 2, *scale, 4, 5, 6, 7, *((9,) * form.has_map)
     return operator.itemgetter(*places)
@@ -473,7 +474,7 @@ def tensors_of(form: Form) -> Callable[[Inputs], tuple[Any, ...]]:
 
 @functools.lru_cache(maxsize=64)
 def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output") -> "Signature":
-    """Return what is expected of the tensors that `tensors_of` takes, and of the output."""
+    """Return the specifications of the tensors that `tensors_of` picks, and of the output."""
     is_given = shape.routing == "given"
     kind = BatchedInputs if form.batched else RoutedInputs if is_given else MoeInputs
     names = kind._fields
@@ -527,18 +528,18 @@ def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output"
 # --- checks of tensors --------------------------------------------------------------------------
 
 ALIGNMENT = 16
-"""Bytes of the widest load or store, and what TMA asks of a base address."""
+"""Bytes of the widest load or store, and TMA's alignment of a base address."""
 
 
 class TensorSpec(NamedTuple):
-    """What is expected of a tensor."""
+    """The expected properties of a tensor."""
 
     name: str
-    shape: tuple[int, ...]  # -1: the number of tokens, where that is not known
+    shape: tuple[int, ...]  # -1: an unknown number of tokens
     dtype: torch.dtype
     meaning: str
-    alignment: int = ALIGNMENT  # bytes that its address is a multiple of
-    strided: bool = False  # matrices with contiguous rows or contiguous columns
+    alignment: int = ALIGNMENT  # bytes; the address is a multiple of it
+    strided: bool = False  # contiguous rows or contiguous columns are enough
 
     @property
     def extents(self) -> str:
@@ -546,8 +547,8 @@ class TensorSpec(NamedTuple):
 
 
 class Signature:
-    """The tensors of a call, on one device, contiguous but for `strided` ones. The last one is the
-    output."""
+    """The expected tensors of a call: all on one device, contiguous unless `strided`. The last one
+    is the output."""
 
     def __init__(self, *specs: TensorSpec):
         self.specs = specs
@@ -560,12 +561,12 @@ class Signature:
         )
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Compare the arguments with what is expected.
+        """Compare the arguments with the specifications.
 
         Raises:
-            ValueError: names the argument, what was expected and given, and why.
+            ValueError: an argument is wrong; the message names it, what was expected and what came.
         """
-        device: Any = getattr(tensors[0], "device", None)  # of no tensor: it is refused first
+        device: Any = getattr(tensors[0], "device", None)  # None: the loop refuses tensors[0]
         for tensor, spec in zip(tensors, self.specs, strict=True):
             if wrong := self._wrong(tensor, spec, device):
                 raise ValueError(f"{spec.name}: expected {wrong}")
@@ -579,8 +580,8 @@ class Signature:
             )
 
     def misplaced(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """Return the place of the first tensor that has no address or shares memory with the
-        output, which has elements."""
+        """Return the index of the first tensor without an address or with memory of the output. The
+        output is not empty."""
         begin = tensors[-1].data_ptr()
         if not begin:
             return len(self.sizes) - 1
@@ -589,17 +590,17 @@ class Signature:
             # The GPU waits for this loop: a tensor without an address takes the output's.
             if begin - self.sizes[place] < (tensors[place].data_ptr() or begin) < end:
                 return place
-        for place, last, size in self.strided:  # they reach further than they have elements
+        for place, last, size in self.strided:  # with gaps, so they span more than `sizes` bytes
             tensor = tensors[place]
             reach = (sum(map(operator.mul, last, tensor.stride())) + 1) * size
-            # A negated view has a stride of 2 (`z.conj().imag`). Compiled functions take this
-            # stride of strided tensors alone, and `is_neg` costs more than `data_ptr`.
+            # A negated view has a stride of 2 (`z.conj().imag`), which compiled functions accept in
+            # strided tensors alone. `is_neg` is slow, so other tensors are not checked here.
             if begin - reach < tensor.data_ptr() < end or tensor.is_neg():
                 return place
         return None
 
     def _wrong(self, tensor: Any, spec: TensorSpec, device: Any) -> str:
-        """Return what was expected of an argument and what came; empty if it is right."""
+        """Return what was expected and what came, or "" if the argument is right."""
         _, shape, dtype, meaning, alignment, strided = spec
         if not isinstance(tensor, torch.Tensor):
             return f"a {dtype} tensor {spec.extents}, got {type(tensor).__name__}"
@@ -635,8 +636,8 @@ class Signature:
 
 
 def has_contiguous_lines(matrices: torch.Tensor) -> bool:
-    """Return True if the rows or the columns of each matrix are contiguous and nothing overlaps: no
-    line begins before another ends, no matrix before another's last line begins."""
+    """Return True if rows or columns are contiguous and nothing overlaps: no line begins before
+    another ends, no matrix begins before another's last line ends."""
     *outer, rows, columns = matrices.shape
     *outer_strides, row_stride, column_stride = matrices.stride()
     lines = (column_stride == 1 and row_stride >= columns) or (
@@ -650,7 +651,7 @@ def has_contiguous_lines(matrices: torch.Tensor) -> bool:
 
 
 def described(argument: Any) -> str:
-    """Return what a message says of an argument where another tensor was expected."""
+    """Return an argument's type, shape and device for a message."""
     if not isinstance(argument, torch.Tensor):
         return type(argument).__name__
     shape = "nested" if argument.is_nested else list(argument.shape)

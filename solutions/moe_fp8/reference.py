@@ -1,7 +1,7 @@
 """The arithmetic of the layer in plain torch.
 
-It serves tensors on the CPU, and tests compare the kernels with it. Unlike the kernels it reads row
-counts on the host. `quantise_rows` and `quantise_blocks` make the layer's FP8 operands.
+It computes calls on CPU tensors, and tests compare the kernels with it. Unlike the kernels it reads
+row counts on the host. `quantise_rows` and `quantise_blocks` make the layer's FP8 operands.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ from .call import (
     described,
 )
 
-COLUMNS = 1024
-"""Output columns computed at once: their weights in float32 stay within a few MB per expert."""
-ROWS = 1024
-"""Rows computed at once, which bounds the partial products of all K blocks held together."""
+GEMM_COLUMNS = 1024
+"""Output columns of one step: an expert's weights in float32 take a few MB."""
+GEMM_ROWS = 1024
+"""Rows of one step: they bound the memory for the products of all K blocks."""
 
 
 # --- the layer ----------------------------------------------------------------------------------
@@ -40,9 +40,9 @@ def fused(
     terms: int = 1,
     gate_first: bool = False,
 ) -> None:
-    """Compute the whole layer with an intermediate that is float32 until it is quantised.
+    """Compute the whole layer. GEMM1's output stays float32 until it is quantised.
 
-    With two FP8 terms the rows of GEMM2 stay float32 until the combine.
+    With two FP8 terms GEMM2's output stays float32 until the combine.
     """
     x, x_scale = inputs[2:4]
     rows = route(inputs, shape, with_tokens=False)
@@ -61,8 +61,8 @@ def batched(
     terms: int = 1,
     gate_first: bool = False,
 ) -> None:
-    """Compute the experts of tokens that lie by expert. Rows of `output` beyond the tokens are not
-    written."""
+    """Compute the experts for tokens that are sorted by expert. Rows of `output` past an expert's
+    tokens are not written."""
     num_tokens, _, x, x_scale, *_ = inputs
     experts, rows, h = x.shape
     counts = num_tokens.clamp(0, rows)
@@ -87,7 +87,7 @@ def expert_gemms(
     terms: int,
     gate_first: bool,
 ) -> torch.Tensor:
-    """Return `[R, H]`: GEMM1, SwiGLU and FP8, GEMM2; bfloat16, with two terms float32."""
+    """Return GEMM2(FP8(SwiGLU(GEMM1(a)))), `[R, H]` bfloat16, with two terms float32."""
     total, new, expert_rows = len(a), a.new_empty, flat_rows(m_indptr)
     h, i = shape.hidden_size, shape.intermediate_size
     w13, w13_scale, w2, w2_scale = weights
@@ -110,10 +110,10 @@ def expert_gemms(
 def route(
     inputs: MoeInputs | RoutedInputs, shape: MoeShape, with_tokens: bool = True
 ) -> GroupedRows:
-    """Choose the experts of every token, or take the given ones, and number this rank's pairs.
+    """Choose the experts of every token, or take the caller's, and number this rank's pairs.
 
-    It reads the first two and the last two of the inputs. Without `with_tokens`
-    `GroupedRows.token_of_row` is None.
+    Reads the first two and the last two inputs. Without `with_tokens` `GroupedRows.token_of_row`
+    is None.
     """
     if isinstance(inputs, RoutedInputs):
         local, weights = given_experts(inputs, shape.num_local_experts)
@@ -131,18 +131,18 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for every token: ids [T, top_k] int64, ascending, and their weights.
 
-    `deepseek_v3`: scores are sigmoids, in float32 as all that follows. The bias takes part in the
-    choice (the `topk_group` groups with the largest sum of their two best experts, then the best
-    experts of those) but not in the weights, which are the chosen scores divided by their sum,
-    times `scaling`.
+    `deepseek_v3`: scores are the sigmoids of the logits. All arithmetic is float32. Experts are
+    chosen by score + bias: first the `topk_group` groups with the largest sum of their two best
+    experts, then the best experts of these groups. Weights are the chosen scores, without bias,
+    divided by their sum, times `scaling`.
 
     `renormalize`: scores are the logits. Weights are a softmax over the chosen logits alone, times
-    `scaling`: first the choice, then `exp(logit - the largest)`, their sum, the quotient. The
-    softmax over all experts, renormalised, is the same number with more roundings.
+    `scaling`: `exp(logit - largest chosen logit)` divided by its sum. A softmax over all experts,
+    renormalised, is the same number with more roundings.
 
-    Ties go to the lower expert or group. A NaN is larger than every number: then all weights of the
-    token are NaN. So they are where a chosen logit of `renormalize` is infinite, or all of them are
-    -inf. Ids are ascending: expert outputs are summed in the order of the slots. Weights are summed
+    Ties go to the lower expert or group. A NaN is larger than every number, and makes all weights
+    of the token NaN. With `renormalize` an infinite chosen logit or all logits -inf do, too. Ids
+    are ascending, because expert outputs are summed in the order of the slots. Weights are summed
     as a tree, neighbours first.
     """
     tokens = logits.shape[0]
@@ -162,7 +162,7 @@ def choose_experts(
         dropped = _best_first(group_score)[:, shape.topk_group :]
         is_dropped = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, dropped, True)
         best_dropped = is_dropped.gather(1, best // shape.group_size)
-        # Behind all others, those at -inf too.
+        # Dropped experts come last, behind experts at -inf.
         best = best.gather(1, best_dropped.byte().sort(dim=-1, stable=True).indices)
     ids = best[:, : shape.top_k].sort(dim=-1).values
     weights = scores.gather(1, ids)
@@ -174,8 +174,9 @@ def given_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the local experts of every token [T, top_k] int64, ascending, and their weights.
 
-    An expert of another rank is `num_local_experts`. Slots are in the order of the experts, because
-    they are summed in order: the given order has no effect, except for an expert given twice.
+    An expert of another rank gets the number `num_local_experts`. Slots are sorted by expert,
+    because outputs are summed in the order of the slots: the caller's order has no effect, except
+    for an expert that is listed twice.
     """
     local = inputs.topk_ids.long()
     if inputs.expert_map is None:
@@ -189,7 +190,7 @@ def given_experts(
 
 
 def _tree_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of every row [T, 1], neighbours first."""
+    """Return the sum of every row, [T, 1], neighbours first."""
     while values.shape[1] > 1:
         even, odd = values[:, ::2], values[:, 1::2]
         values = torch.cat((even[:, : odd.shape[1]] + odd, even[:, odd.shape[1] :]), dim=1)
@@ -197,7 +198,7 @@ def _tree_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:
-    """Return indices by descending value; `topk` leaves the order of ties open."""
+    """Return the indices by descending value. `torch.topk` would not order ties."""
     return values.sort(dim=-1, descending=True, stable=True).indices
 
 
@@ -210,9 +211,9 @@ def group_rows(
 ) -> GroupedRows:
     """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
 
-    A token has one row of an expert, so the rows are the marks of an [experts, T] table, and a
-    pair's row is the number of marks before it in row-major order: a prefix sum. The table has one
-    more row on either side for experts that are not local, and one more column in front:
+    A token has at most one row of an expert. So the rows are the marks of an [experts, T] table,
+    and a pair's row is the number of marks before it in row-major order: a prefix sum. The table
+    has one more row above and below for experts that are not local, and one more column in front:
 
                      -   token 0   token 1  ...
         below        .      .         .          (marks ignored)
@@ -220,8 +221,8 @@ def group_rows(
         local 1      0      1         1
         above        0      1         1
 
-    After an inclusive sum each cell of column j holds the rows before token j's cell. So column 0
-    is `m_indptr`, and a pair (e, t) finds its row in column t, left of its mark.
+    After an inclusive sum each cell of column j holds the number of rows before token j's cell. So
+    column 0 is `m_indptr`, and the row of a pair (e, t) stands in column t, left of its mark.
     """
     tokens, top_k = ids.shape
     experts = num_local_experts
@@ -236,9 +237,9 @@ def group_rows(
     m_indptr = table[1:, 0].clone(memory_format=torch.contiguous_format)
     token_of_row = None
     if with_tokens:
-        # The r-th row is the first local cell whose inclusive sum exceeds r. The slice starts one
-        # cell late, so that a position modulo the width is the token, and stops one cell early,
-        # so that positions past the last mark are still a token.
+        # Row r is the first local cell with an inclusive sum above r. The slice starts one cell
+        # late: then a position modulo the width is the token. It ends one cell early: then a
+        # position past the last mark is still a token.
         sums = flat[width + 1 : (experts + 1) * width - 1]
         row = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device)
         token_of_row = torch.searchsorted(sums, row, right=True, out_int32=True).remainder_(width)
@@ -248,7 +249,7 @@ def group_rows(
 
 
 def flat_rows(m_indptr: torch.Tensor) -> torch.Tensor:
-    """Return `expert_rows` of boundaries `[E + 1]` int32: a view, no launch and no copy.
+    """Return boundaries `[E + 1]` int32 as `expert_rows`: a view, no launch and no copy.
 
     `expert_rows` is `[2, E]` int32: expert e owns rows `[expert_rows[0, e], expert_rows[1, e])`.
     """
@@ -266,9 +267,9 @@ def permute(
     a_scale: torch.Tensor,  # [H/128, R] float32
     ue8m0: bool = False,
 ) -> None:
-    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are.
+    """Copy every token, with its scales, to the rows of its pairs. Other rows are not written.
 
-    Tokens in bfloat16 are quantised as by `quantise_rows`.
+    bfloat16 tokens are quantised as by `quantise_rows`.
     """
     if x_scale is None:
         x, x_scale = quantise_rows(x, ue8m0)
@@ -291,15 +292,16 @@ def grouped_gemm(
 ) -> None:
     """Compute `out = a @ b[expert].T` with block scales, for the rows of each expert.
 
-    Over K blocks ascending: `acc += (a_scale * b_scale) * (products of the block, summed)`, all in
-    float32, rounded to `out`'s type at the end. Other rows of `out` are not written.
+    For each K block in ascending order: `acc += (a_scale * b_scale) * (sum of the block's
+    products)`, in float32. The end result is rounded to `out`'s type. Other rows of `out` are not
+    written.
     """
     for expert, (first, end) in enumerate(expert_rows.t().tolist()):
-        for start in range(first, end, ROWS):
-            rows = slice(start, min(start + ROWS, end))
-            for n in range(0, b.shape[1], COLUMNS):
-                columns = slice(n, n + COLUMNS)
-                blocks = slice(n // BLOCK, (n + COLUMNS) // BLOCK)
+        for start in range(first, end, GEMM_ROWS):
+            rows = slice(start, min(start + GEMM_ROWS, end))
+            for n in range(0, b.shape[1], GEMM_COLUMNS):
+                columns = slice(n, n + GEMM_COLUMNS)
+                blocks = slice(n // BLOCK, (n + GEMM_COLUMNS) // BLOCK)
                 out[rows, columns] = _scaled_product(
                     a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, blocks]
                 )
@@ -313,11 +315,11 @@ def _scaled_product(
 ) -> torch.Tensor:
     """Return the scaled product, float32 [m, n]."""
     m, (n, k) = a.shape[0], b.shape
-    # Any type that torch may secretly multiply float32 in (TF32, bfloat16) holds FP8 values
-    # exactly, so only the order of a block's sum is left open. On a GPU float64 costs nothing that
-    # matters and leaves not even that: the sum is exact, then rounded once.
+    # torch may multiply float32 in TF32 or bfloat16. Both represent FP8 values exactly, so only the
+    # order of a block's sum is undefined. On a GPU float64 is cheap enough and makes the sum exact:
+    # it is rounded once.
     dtype = torch.float64 if a.is_cuda else torch.float32
-    values = sum(a.to(dtype).split(k, dim=1))  # of two FP8 values exact in either type
+    values = sum(a.to(dtype).split(k, dim=1))  # two FP8 terms add up exactly in either type
     a_blocks = values.reshape(m, k // BLOCK, BLOCK).transpose(0, 1)
     b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
     with torch.autocast(a.device.type, enabled=False):
@@ -325,7 +327,7 @@ def _scaled_product(
     scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
     products.view(k // BLOCK, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
     acc = torch.zeros_like(products[0])
-    for product in products:  # torch.sum would pick an order of its own
+    for product in products:  # torch.sum does not promise this order
         acc += product
     return acc
 
@@ -338,26 +340,26 @@ def swiglu_quant(
     swiglu: Swiglu = SILU,
     ue8m0: bool = False,
 ) -> None:
-    """Compute `c = silu(gate) * up` (or what `swiglu` says), then `q = fp8(c / scale)` with one
-    scale per row and 128 columns.
+    """Compute `c`, by default `silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row
+    and 128 columns.
 
-    With two terms the second one is FP8 of the rounding error of the first. Rows from
+    With two terms the second term is the rounding error of the first, in FP8. Rows from
     `m_indptr[-1]` on are neither read nor written.
 
-    The scale maps the largest magnitude to the largest FP8 value, with `ue8m0` rounded up to a
-    power of two. Where the largest magnitude is zero, or so small that the scale would underflow to
-    zero, the scale is 1 and no 0/0 can arise.
+    The scale maps the largest magnitude to the largest FP8 value; with `ue8m0` it is rounded up to
+    a power of two. If the largest magnitude is zero, or so small that the scale would underflow to
+    zero, the scale is 1, so that no 0/0 arises.
 
-    A NaN takes no part in the maximum: it stays the one NaN of its block, and GEMM2 spreads it over
-    its row of the output. Where the largest magnitude is infinite, so is the scale: infinite values
-    become NaN and the others of the block 0.
+    The maximum ignores NaN: a NaN stays the only NaN of its block, and GEMM2 spreads it over its
+    row of the output. An infinite largest magnitude makes the scale infinite: infinite values
+    become NaN, the block's other values 0.
     """
     rows, intermediate = int(m_indptr[-1]), g.shape[1] // 2
     up, gate = g[:rows].float().split(intermediate, dim=1)
     c = activated(gate, up, swiglu).view(rows, intermediate // BLOCK, BLOCK)
     scale = block_scale(c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1), ue8m0)
-    # A quotient can exceed the range by rounding (far, where the scale is subnormal), and whether
-    # the conversion saturates then or makes NaN depends on the version of torch.
+    # Rounding can lift a quotient above the range, far above with a subnormal scale. Some versions
+    # of torch saturate the conversion then, others make NaN.
     scaled = (c / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
     left = scaled.view(rows, intermediate)
     for term in q[:rows].split(intermediate, dim=1):
@@ -383,7 +385,7 @@ def combine(
     weights: torch.Tensor,  # [T, top_k] float32
     out: torch.Tensor,  # [T, H] bfloat16
 ) -> None:
-    """Compute `out[t] = sum of weights[t, s] * o[pair_row[t, s]]`, slots in order, in float32."""
+    """Compute `out[t]`: the sum of `weights[t, s] * o[pair_row[t, s]]`, s ascending, in float32."""
     acc = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for slot in range(pair_row.shape[1]):
         token = (pair_row[:, slot] >= 0).nonzero().squeeze(1)
@@ -396,14 +398,14 @@ def combine(
 
 
 def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise activations: one scale per row and 128 columns, with `ue8m0` rounded up to a power
-    of two.
+    """Quantise activations: one scale per row and 128 columns, a power of two (rounded up) with
+    `ue8m0`.
 
     `[T, H]` of any floating-point type becomes `[T, H]` float8_e4m3fn and `[H/128, T]` float32. The
     scale maps a block's largest magnitude to FP8's largest value.
 
     Raises:
-        ValueError: it is no such tensor, or H is no multiple of 128.
+        ValueError: x is no floating-point matrix, or H is no multiple of 128.
     """
     if not is_floating(x) or x.dim() != 2 or x.shape[1] % BLOCK:
         raise ValueError(
@@ -412,8 +414,8 @@ def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, t
     tokens, hidden = x.shape
     blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
     scale = block_scale(blocks.abs().amax(dim=-1), ue8m0)
-    # The scales of one token are copied, too, though they are contiguous either way: else its layer
-    # would be another than that of more tokens.
+    # Copy one token's scales, too, though their transpose is contiguous already: else their strides
+    # would select another layer than those of more tokens.
     by_block = scale.t().clone(memory_format=torch.contiguous_format)
     return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden).contiguous(), by_block
 
@@ -426,7 +428,8 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     value.
 
     Raises:
-        ValueError: it is no such tensor, or N or K is no multiple of 128.
+        ValueError: w has fewer than two dimensions or another type, or N or K is no multiple of
+            128.
     """
     if not is_floating(w) or w.dim() < 2 or w.shape[-2] % BLOCK or w.shape[-1] % BLOCK:
         raise ValueError(
@@ -446,17 +449,17 @@ def is_floating(argument: Any) -> bool:
 
 def block_scale(largest: torch.Tensor, ue8m0: bool = False) -> torch.Tensor:
     """Return the scales of blocks from their largest magnitudes; 1 where a scale would be zero."""
-    # By a number torch divides on a GPU as a product with its reciprocal: other bits than here.
+    # Divide by a tensor: torch on a GPU multiplies by the reciprocal of a number, with other bits.
     scale = largest / torch.full_like(largest, FP8_MAX)
     if ue8m0:
         bits = scale.view(torch.int32)
-        up = (bits + MANTISSA).bitwise_and(~MANTISSA)  # the next power of two, of a number
+        up = (bits + MANTISSA).bitwise_and(~MANTISSA)  # the next power of two of a finite scale
         scale = torch.where(scale.isfinite(), up.view(torch.float32), scale)
     return torch.where(scale == 0, 1.0, scale)
 
 
 def _rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return the FP8 quotients."""
-    # A quotient exceeds the range where the scale was rounded down, by half where the scale is the
-    # least subnormal number, and torch's conversion may then make it NaN.
+    # A scale that was rounded down lifts a quotient above the range, by half with the least
+    # subnormal scale. torch's conversion may then make NaN.
     return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

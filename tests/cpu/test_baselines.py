@@ -29,7 +29,7 @@ from moe_fp8.baselines import (
     shared,
     supported,
 )
-from moe_fp8.baselines.held import HeldPerStream
+from moe_fp8.baselines.per_stream import PerStream
 from moe_fp8.call import DEEPSEEK_V3, Form, MoeInputs, signature
 from packaging.requirements import Requirement
 
@@ -65,7 +65,7 @@ def nothing_kept() -> None:
     flashinfer_moe.entry.cache_clear()
     for module in MODULES.values():
         for value in vars(module).values():
-            if isinstance(value, HeldPerStream):
+            if isinstance(value, PerStream):
                 value.clear()
 
 
@@ -135,7 +135,7 @@ def test_an_unsupported_gpu_is_one_line(name, monkeypatch):
 
 def test_the_cpu_is_refused():
     with pytest.raises(RuntimeError, match=r"^unsupported on cpu \(needs sm_90\)$"):
-        supported.require_gpu(torch.device("cpu"), supported.HOPPER)
+        supported.require_gpu(torch.device("cpu"), supported.SM90)
 
 
 @every_module
@@ -434,7 +434,7 @@ def test_ids_and_rank_of_the_window(offset):
 def test_prepared_weights_are_not_prepared_again(layer):
     inputs = bruteforce.random_inputs(TINY, 12, 4, 12)
     weights = deepgemm_mega_moe.own_weights(TINY, DEVICE)
-    deepgemm_mega_moe.prepare(inputs, weights)
+    deepgemm_mega_moe.interleave_weights(inputs, weights)
     of_others = torch.zeros_like(inputs.gemm1_weights_scale)
     got = output_of(
         lambda given, out: deepgemm_mega_moe.call_prepared(given, out, weights),

@@ -21,7 +21,7 @@ from scripts.measure.gemm_variants import Checker, Operands, Variant, Weights
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import requirement, shared, triton_fused_moe_v2, triton_gemm, triton_moe
 from moe_fp8.baselines import triton_stages as stages
-from moe_fp8.baselines.triton_gemm import Tile
+from moe_fp8.baselines.triton_gemm import TileConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
@@ -271,9 +271,9 @@ def grouped_gemm_in_torch(output, *arguments) -> None:
 
 
 TILES = {
-    "narrow": Tile(16, 64, swap_ab=True, stages=2),
-    "tma": Tile(16, 64, group_m=2, tma=True, stages=2),
-    "wide": Tile(64, 128, group_m=2, programs=1, stages=2),
+    "narrow": TileConfig(16, 64, swap_ab=True, stages=2),
+    "tma": TileConfig(16, 64, group_m=2, tma=True, stages=2),
+    "wide": TileConfig(64, 128, group_m=2, programs=1, stages=2),
 }
 
 
@@ -327,7 +327,7 @@ def test_tiles_of_every_token_count_agree_in_their_rows():
                                               ((16, 256), "block_n")])  # fmt: skip
 def test_bad_tiles_are_refused(fields, name):
     with pytest.raises(ValueError, match=name):
-        triton_gemm.Tile(*fields)
+        triton_gemm.TileConfig(*fields)
 
 
 def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
@@ -339,7 +339,7 @@ def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("gemm", ["gemm1", "gemm2"])
 @pytest.mark.parametrize(
-    "tile", [Tile(16, 64, swap_ab=True), Tile(32, 128, group_m=4, programs=1)], ids=str
+    "tile", [TileConfig(16, 64, swap_ab=True), TileConfig(32, 128, group_m=4, programs=1)], ids=str
 )
 def test_measure_times_a_call_that_computes_its_problem(gemm, tile, monkeypatch):
     shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}

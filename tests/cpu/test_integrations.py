@@ -15,7 +15,7 @@ import torch
 from cuda.bindings import driver
 from moe_fp8 import kernels
 from moe_fp8.cache import import_closure
-from moe_fp8.serving import served
+from moe_fp8.serving import plugins
 from moe_fp8.serving import sglang as sglang_plugin
 from moe_fp8.serving import vllm as vllm_plugin
 
@@ -25,7 +25,7 @@ GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 
 
 @pytest.mark.parametrize(
-    ("plugin", "variable"), [(vllm_plugin, served.VLLM), (sglang_plugin, served.SGLANG)]
+    ("plugin", "variable"), [(vllm_plugin, plugins.VLLM), (sglang_plugin, plugins.SGLANG)]
 )
 def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
     """Then nothing of the engine is imported, which need not be here; else one line says so."""
@@ -39,7 +39,7 @@ def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
     assert not caplog.records
     for value in ("1", "accurate"):
         monkeypatch.setenv(variable, value)
-        assert served.accurate(variable) == (value == "accurate")
+        assert plugins.accurate(variable) == (value == "accurate")
         sglang_plugin.say.cache_clear()
         plugin.register()
         assert caplog.text.count(f"moe_fp8 is off: {engine} of an unknown version lacks ") == 1
@@ -69,14 +69,14 @@ def test_the_gpus_that_are_served(capability, rocm, served_here, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert served.on_hopper() == served_here
+    assert plugins.on_hopper() == served_here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not served.on_hopper()
+    assert not plugins.on_hopper()
 
 
 def test_the_geometries_that_are_served():
-    assert served.why_refused((257, 257, 7168, 256, 9)) == ""
-    why = served.why_refused((256, 32, 7168, 192, 8))
+    assert plugins.why_refused((257, 257, 7168, 256, 9)) == ""
+    why = plugins.why_refused((256, 32, 7168, 192, 8))
     assert why == (
         "intermediate_size=192: expected a positive multiple of 128; "
         "moe_fp8.pad_shard widens a rank's part of the experts"
@@ -84,14 +84,14 @@ def test_the_geometries_that_are_served():
 
 
 def test_why_not_here(monkeypatch):
-    monkeypatch.setattr(served, "on_hopper", lambda: False)
-    assert served.why_not_here() == "no Hopper GPU"
-    monkeypatch.setattr(served, "on_hopper", lambda: True)
-    assert served.why_not_here() == ""
+    monkeypatch.setattr(plugins, "on_hopper", lambda: False)
+    assert plugins.why_not_here() == "no Hopper GPU"
+    monkeypatch.setattr(plugins, "on_hopper", lambda: True)
+    assert plugins.why_not_here() == ""
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.9")
     monkeypatch.delitem(sys.modules, "moe_fp8.kernels.dsl")
     monkeypatch.delattr(kernels, "dsl")
-    assert served.why_not_here() == "needs nvidia-cutlass-dsl >= 4.6.2, < 4.9, found 0.1.9"
+    assert plugins.why_not_here() == "needs nvidia-cutlass-dsl >= 4.6.2, < 4.9, found 0.1.9"
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_driver_older_than_what_the_kernels_are_compiled_for(asked, toolkit, w
     version = toolkit and SimpleNamespace(major=toolkit)
     monkeypatch.setattr(cutlass, "CUDA_VERSION", version, raising=False)
     monkeypatch.setattr(driver, "cuDriverGetVersion", ask)
-    monkeypatch.setattr(served, "on_hopper", lambda: True)
-    assert served.why_not_here() == why
+    monkeypatch.setattr(plugins, "on_hopper", lambda: True)
+    assert plugins.why_not_here() == why
 
 
 def test_what_an_engine_lacks(monkeypatch):
@@ -135,7 +135,7 @@ def test_what_an_engine_lacks(monkeypatch):
     for name, names in [
         ("function", "a b"), ("Fields", "x y"), ("Fields", "* y"), ("Fields.more", ""),
     ]:  # fmt: skip
-        assert served.lacking({f"an_engine:{name}": names}) == []
+        assert plugins.lacking({f"an_engine:{name}": names}) == []
     for name, names, entry in [
         ("function", "b a", "function(b a)"),
         ("function", "a", "function(a)"),  # b has no default
@@ -144,8 +144,8 @@ def test_what_an_engine_lacks(monkeypatch):
         ("other", "", "other"),
         ("__name__", "a", "__name__(a)"),
     ]:
-        assert served.lacking({f"an_engine:{name}": names}) == [f"an_engine.{entry}"]
-    assert served.lacking({"an_engine.gone:function": ""}) == ["an_engine.gone.function"]
+        assert plugins.lacking({f"an_engine:{name}": names}) == [f"an_engine.{entry}"]
+    assert plugins.lacking({"an_engine.gone:function": ""}) == ["an_engine.gone.function"]
 
 
 def test_what_a_base_class_of_an_engine_has_otherwise():
@@ -178,15 +178,15 @@ def test_what_a_base_class_of_an_engine_has_otherwise():
         value = property(lambda self: 2)
         no_property = property(lambda self: 2)
 
-    found = served.overridden_otherwise(Ours, Base)
+    found = plugins.overridden_otherwise(Ours, Base)
     assert found == ["Base.gone", "Base.no_property", "Base.other", "Base.wanted"]
 
 
 @pytest.mark.parametrize("version", ["dev", "0.1.dev20073+g8e685d198", "0.26.0"])
 def test_a_version_is_named_and_no_reason(version, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
-    assert served.why_off("vllm", "0.28", lambda: []) == ""
-    assert served.why_off("vllm", "0.28", lambda: ["a", "b", "c", "d", "e"]) == (
+    assert plugins.why_off("vllm", "0.28", lambda: []) == ""
+    assert plugins.why_off("vllm", "0.28", lambda: ["a", "b", "c", "d", "e"]) == (
         f"moe_fp8 is off: vllm {version} lacks what it needs: a, b, c and 2 more; it was tried "
         "with 0.28"
     )
@@ -194,7 +194,7 @@ def test_a_version_is_named_and_no_reason(version, monkeypatch):
     def fail():
         raise RuntimeError("broken")
 
-    assert "lacks what it needs: RuntimeError: broken; it" in served.why_off("vllm", "0.28", fail)
+    assert "lacks what it needs: RuntimeError: broken; it" in plugins.why_off("vllm", "0.28", fail)
 
 
 def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):

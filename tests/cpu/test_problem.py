@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bruteforce import TINY as SHAPE
-from moe_fp8.call import LARGEST, MoeInputs, MoeShape, check_call
+from moe_fp8.call import LARGEST_SIZES, MoeInputs, MoeShape, check_call
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
@@ -269,17 +269,17 @@ def test_impossible_geometry(sizes, message):
         MoeShape(**sizes)
 
 
-@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize("name", LARGEST_SIZES)
 def test_the_kernels_take_the_largest_sizes_and_no_larger_ones(name):
     step = {"hidden_size": 128, "intermediate_size": 128}.get(name, 1)
-    at_most = {"n_group": 1, "topk_group": 1, name: LARGEST[name]}
+    at_most = {"n_group": 1, "topk_group": 1, name: LARGEST_SIZES[name]}
     config = GemmConfig(cluster_n=2)
     kernels = config.with_swiglu(1), config, 132, False
     shape = MoeShape(**at_most)
     FusedMoe(shape, *kernels)
     with pytest.raises(ValueError):
-        MoeShape(**at_most | {name: LARGEST[name] + step})
-    larger = dataclasses.asdict(shape) | {name: LARGEST[name] + step}
+        MoeShape(**at_most | {name: LARGEST_SIZES[name] + step})
+    larger = dataclasses.asdict(shape) | {name: LARGEST_SIZES[name] + step}
     with pytest.raises(ValueError, match=r": expected"):
         FusedMoe(types.SimpleNamespace(**larger), *kernels)
 

@@ -7,7 +7,7 @@ import pytest
 import small
 import torch
 from fake_cuda import Kernel
-from moe_fp8.baselines.held import REUSE
+from moe_fp8.baselines.per_stream import REUSE
 
 from scripts.measure import timing
 from scripts.measure.timing import Span, Timed

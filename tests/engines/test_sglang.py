@@ -10,7 +10,7 @@ import torch
 from installed import engine
 from moe_fp8 import experts as own_experts
 from moe_fp8.reference import quantise_rows
-from moe_fp8.serving import served
+from moe_fp8.serving import plugins
 from moe_fp8.serving import sglang as plugin
 from reference import Weights, layer, peer_of_a_sweep
 
@@ -49,8 +49,8 @@ def registered(monkeypatch):
         monkeypatch.setattr(Fp8MoEMethod, name, vars(Fp8MoEMethod)[name])  # what hooks replace
     plugin.register()
     assert not HookRegistry._hooks, "off unless it is asked for"
-    monkeypatch.setenv(served.SGLANG, "1")
-    monkeypatch.setattr(served, "on_hopper", lambda: True)
+    monkeypatch.setenv(plugins.SGLANG, "1")
+    monkeypatch.setattr(plugins, "on_hopper", lambda: True)
     plugin.say.cache_clear()
     plugin.register()
     HookRegistry.apply_hooks()
@@ -144,7 +144,7 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
     monkeypatch.setattr(plugin, "experts", noted)
     call = of.w13, of.w13_scale, of.w2, of.w2_scale
     other_given = given._replace(topk_output=other)
-    out = plugin.of_standard(other_given, call, config_of(), set(), StandardCombineInput)
+    out = plugin.run_standard(other_given, call, config_of(), set(), StandardCombineInput)
     assert types == [(torch.int32, torch.float32)]
     reference = wanted(given._replace(topk_output=other._replace(topk_ids=ids)), of, 2.5)
     assert calc_diff(out.hidden_states, reference) < 1e-3
@@ -361,7 +361,7 @@ def test_weights_that_are_fp8_once_they_are_loaded(converted, registered, caplog
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
-    monkeypatch.setattr(served, "on_hopper", lambda: False)
+    monkeypatch.setattr(plugins, "on_hopper", lambda: False)
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     method.create_moe_runner(module, config_of())
     assert "no Hopper GPU" in caplog.text and method.runner.runner_backend.is_triton()
@@ -372,7 +372,7 @@ def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
     method, module = method_and_layer(of)
     method.create_moe_runner(module, config_of())
     fast = method.apply(module, given).hidden_states
-    monkeypatch.setenv(served.SGLANG, "accurate")
+    monkeypatch.setenv(plugins.SGLANG, "accurate")
     found = method.apply(module, given).hidden_states
     reference = wanted(given, of, 2.5)
     assert calc_diff(found, reference) < 1e-5 < calc_diff(fast, reference)
@@ -398,18 +398,18 @@ def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
         assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
 
 
-@pytest.mark.parametrize("path", plugin.NEEDED)
+@pytest.mark.parametrize("path", plugin.NEEDED_NAMES)
 def test_an_sglang_that_lacks_what_is_needed_is_left_alone(path, monkeypatch, caplog):
     """Whatever its version calls itself; nothing is half registered."""
-    resolve_name = served.pkgutil.resolve_name
+    resolve_name = plugins.pkgutil.resolve_name
 
     def changed(name: str) -> Any:
         if name == path:
             raise AttributeError(name)
         return resolve_name(name)
 
-    monkeypatch.setenv(served.SGLANG, "1")
-    monkeypatch.setattr(served.pkgutil, "resolve_name", changed)
+    monkeypatch.setenv(plugins.SGLANG, "1")
+    monkeypatch.setattr(plugins.pkgutil, "resolve_name", changed)
     before = dict(HookRegistry._hooks), dict(runners._CUSTOM_RUNNER_CORE_FACTORIES)
     plugin.say.cache_clear()
     plugin.register()

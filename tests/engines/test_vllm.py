@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from installed import engine
-from moe_fp8.serving import served
+from moe_fp8.serving import plugins
 from moe_fp8.serving import vllm as plugin
 from reference import Weights, layer, peer_of_a_sweep
 
@@ -57,7 +57,7 @@ KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     """What vLLM asks of a GPU on the way to our classes, which run their reference model."""
-    monkeypatch.setattr(served, "on_hopper", lambda: True)
+    monkeypatch.setattr(plugins, "on_hopper", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     init_workspace_manager(torch.device("cpu"))
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
@@ -103,7 +103,7 @@ def modular(
     config = config_of(**changes)
     kernel = mk.FusedMoEKernel(
         MoEPrepareAndFinalizeNoDPEPModular(),
-        vllm_experts.Experts(config, quant_config_of(weights)),
+        vllm_experts.VllmExperts(config, quant_config_of(weights)),
     )
     return kernel.apply(
         x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
@@ -154,7 +154,7 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
     changes = {"swiglu_limit": 0.5, "swiglu_alpha": alpha, "swiglu_beta": beta}
     config = config_of(activation=activation, **changes)
     assert not vllm_experts.why_not(config)
-    assert vllm_experts.Experts._supports_activation(activation)
+    assert vllm_experts.VllmExperts._supports_activation(activation)
     out = modular(weights, x, topk_weights, ids, activation=activation, **changes)
     assert calc_diff(out, layer(x, ids, topk_weights, weights, clamped)) < 1e-3
     assert calc_diff(out, layer(x, ids, topk_weights, weights)) > 1e-2
@@ -166,7 +166,7 @@ def test_tokens_that_were_quantised_before(problem):
 
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
-    experts = vllm_experts.Experts(config_of(), quant_config_of(weights))
+    experts = vllm_experts.VllmExperts(config_of(), quant_config_of(weights))
     q, scale = quantise_rows(x)
     wanted = modular(weights, x, topk_weights, ids)
     for a1q_scale in (scale.t(), scale.t().contiguous()):
@@ -212,7 +212,7 @@ def exchanged(
     weights, x, topk_weights, ids, made=None, arrive=AsDeepEp, weighted_inputs=False, **changes: Any
 ) -> torch.Tensor:
     config = config_of(moe_parallel_config=EXCHANGED, **changes)
-    made = made or vllm_experts.BatchedExperts(
+    made = made or vllm_experts.VllmBatchedExperts(
         config, quant_config_of(weights), max_num_tokens=40, num_dispatchers=1
     )
     kernel = mk.FusedMoEKernel(arrive(40, E, 1, 0), made)
@@ -266,7 +266,7 @@ def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, mon
         return run(*call, **options)
 
     monkeypatch.setattr(vllm_experts, "batched_experts", spy)
-    made = vllm_experts.BatchedExperts(
+    made = vllm_experts.VllmBatchedExperts(
         config_of(moe_parallel_config=EXCHANGED), quant_config_of(weights),
         max_num_tokens=40, num_dispatchers=1,
     )  # fmt: skip
@@ -331,7 +331,7 @@ def selection(monkeypatch):
         monkeypatch.setattr(module, plugin.SELECT, theirs)
     plugin.register()
     assert {getattr(module, plugin.SELECT) for module in QUANTISERS} == {theirs}, "off by default"
-    monkeypatch.setenv(served.VLLM, "1")
+    monkeypatch.setenv(plugins.VLLM, "1")
     monkeypatch.setitem(sys.modules, "blocked", None)  # so that its import fails
     plugin.register()
     plugin.register()
@@ -363,17 +363,17 @@ def test_the_plugin_chooses_and_says_so_once(top_k, selection, said):
     for method in (RoutingMethodType.DeepSeekV3, RoutingMethodType.Renormalize):
         config = config_of(routing_method=method, experts_per_token=top_k)
         backend, chosen = selection(config, *KEYS)
-        assert (backend.name, chosen) == ("TRITON", vllm_experts.Experts)
+        assert (backend.name, chosen) == ("TRITON", vllm_experts.VllmExperts)
     assert said == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
 
 
 @pytest.mark.parametrize(
     ("exchange", "ours"),
     [
-        ("deepep_low_latency", "BatchedExperts"),
-        ("nixl_ep", "BatchedExperts"),
-        ("deepep_high_throughput", "Experts"),
-        ("allgather_reducescatter", "Experts"),
+        ("deepep_low_latency", "VllmBatchedExperts"),
+        ("nixl_ep", "VllmBatchedExperts"),
+        ("deepep_high_throughput", "VllmExperts"),
+        ("allgather_reducescatter", "VllmExperts"),
     ],
 )
 def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
@@ -381,7 +381,7 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
     backend, chosen = selection(config_of(moe_parallel_config=parallel), *KEYS)
     assert (backend.name, chosen) == ("TRITON", getattr(vllm_experts, ours))
     assert not chosen.expects_unquantized_inputs.fget(SimpleNamespace(
-        given_config=config_of(moe_parallel_config=parallel)
+        layer_config=config_of(moe_parallel_config=parallel)
     ))  # fmt: skip
     refused = config_of(moe_parallel_config=parallel, has_bias=True, experts_per_token=5)
     assert selection(refused, *KEYS)[0] == "theirs"
@@ -396,14 +396,14 @@ def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, said)
 
 
 def test_elsewhere_than_on_hopper(selection, said, monkeypatch):
-    monkeypatch.setattr(served, "on_hopper", lambda: False)
+    monkeypatch.setattr(plugins, "on_hopper", lambda: False)
     assert selection(config_of(experts_per_token=6), *KEYS)[0] == "theirs"
     assert len(said) == 1 and "top 6, 512 x 256: no Hopper GPU; vLLM's kernel does" in said[0]
 
 
 def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert selection(config_of(), *KEYS)[1] is vllm_experts.Experts
+    assert selection(config_of(), *KEYS)[1] is vllm_experts.VllmExperts
 
 
 def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
@@ -436,7 +436,7 @@ def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypa
     monkeypatch.setattr(
         vllm_experts, "prepare", lambda *call, **how: prepared.append((call, how["tokens"]))
     )
-    made = vllm_experts.Experts(config_of(max_num_tokens=2048), quant_config_of(weights))
+    made = vllm_experts.VllmExperts(config_of(max_num_tokens=2048), quant_config_of(weights))
     kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), made)
     for _ in range(2):
         kernel.apply(
@@ -459,7 +459,7 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
     topk_weights, ids = grouped_topk(x, logits, bias)
     wanted = layer(x, ids, topk_weights, weights)
     fast = modular(weights, x, topk_weights, ids)
-    monkeypatch.setenv(served.VLLM, "accurate")
+    monkeypatch.setenv(plugins.VLLM, "accurate")
     accurate = modular(weights, x, topk_weights, ids)
     assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
 
@@ -492,14 +492,14 @@ def with_other_experts(monkeypatch):
 
 def without(path: str):
     def change(monkeypatch):
-        resolve_name = served.pkgutil.resolve_name
+        resolve_name = plugins.pkgutil.resolve_name
 
         def changed(name: str) -> Any:
             if name == path:
                 raise AttributeError(name)
             return resolve_name(name)
 
-        monkeypatch.setattr(served.pkgutil, "resolve_name", changed)
+        monkeypatch.setattr(plugins.pkgutil, "resolve_name", changed)
 
     return change
 
@@ -513,12 +513,12 @@ SELECTS = f"{plugin.MOE}.oracle.fp8.{plugin.SELECT}(config weight_key activation
         (as_a_class, SELECTS),
         (with_a_parameter, SELECTS),
         (with_other_experts, "FusedMoEExpertsModular.apply"),
-        *((without(path), path.replace(":", ".")) for path in plugin.NEEDED),
+        *((without(path), path.replace(":", ".")) for path in plugin.NEEDED_NAMES),
     ],
 )
 def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, said):
     """Whatever its version calls itself, and in one line."""
-    monkeypatch.setenv(served.VLLM, "1")
+    monkeypatch.setenv(plugins.VLLM, "1")
     change(monkeypatch)
     before = [getattr(module, plugin.SELECT, None) for module in QUANTISERS]
     plugin.register()
@@ -528,7 +528,7 @@ def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypat
 
 
 def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
-    monkeypatch.setenv(served.VLLM, "yes")
+    monkeypatch.setenv(plugins.VLLM, "yes")
     with pytest.raises(ValueError, match="MOE_FP8_VLLM='yes': expected 1"):
         plugin.register()
 

@@ -13,7 +13,7 @@ from moe_fp8.baselines import (
     hpc_ops_moe,
     sglang_moe,
 )
-from moe_fp8.baselines.held import HeldPerStream
+from moe_fp8.baselines.per_stream import PerStream
 from moe_fp8.ladder import v2_vectorised as v2
 from test_layer import (
     LAYER_COSINE,
@@ -60,7 +60,7 @@ def nothing_kept() -> Iterator[None]:
     yield
     for module in LIBRARIES:
         for value in vars(module).values():
-            if isinstance(value, HeldPerStream):
+            if isinstance(value, PerStream):
                 value.clear()
 
 

@@ -100,17 +100,17 @@ def test_in_a_cuda_graph(module, make_inputs):
 
 def test_tiles(make_inputs, monkeypatch):
     """One of each kind that the tuning tries: they differ in the order of sums at most."""
-    from moe_fp8.baselines.triton_gemm import Tile
+    from moe_fp8.baselines.triton_gemm import TileConfig
 
     inputs = make_inputs(80, seed=6)
     wanted = output_of(v2, inputs)
     for tile in (
-        Tile(16, 32, stages=3),
-        Tile(16, 64, swap_ab=True, stages=5),
-        Tile(32, 128, swap_ab=True, tma=True),
-        Tile(64, 64, group_m=4, tma=True),
-        Tile(64, 128, group_m=8, programs=1),
-        Tile(128, 128, group_m=2, warps=8, stages=3),
+        TileConfig(16, 32, stages=3),
+        TileConfig(16, 64, swap_ab=True, stages=5),
+        TileConfig(32, 128, swap_ab=True, tma=True),
+        TileConfig(64, 64, group_m=4, tma=True),
+        TileConfig(64, 128, group_m=8, programs=1),
+        TileConfig(128, 128, group_m=2, warps=8, stages=3),
     ):
         monkeypatch.setattr(triton_moe, "tiles", lambda tokens, tile=tile: (tile, tile))
         triton_moe.buffers.clear()

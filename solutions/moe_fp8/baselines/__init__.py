@@ -1,5 +1,5 @@
-"""Peers: the same layer on public kernel libraries, registered as solutions beside ours.
+"""Peers: the same layer on public kernel libraries, as solutions beside ours.
 
-Each file says which package it is a straightforward best use of. None of them shares a kernel
-with ours; `triton_stages` holds what the libraries leave to their user.
+Each file is a straightforward best use of the package that its docstring names. No peer shares a
+kernel with ours. `triton_stages` has the stages that the libraries leave to their user.
 """

@@ -1,6 +1,6 @@
-"""What every call of DeepGEMM needs.
+"""The requirement and the device check of every call of DeepGEMM.
 
-It serves one GPU a process: it keeps the handles of its kernels, which are that GPU's.
+DeepGEMM serves one GPU a process, because it caches kernel handles of the first GPU.
 """
 
 import torch
@@ -9,13 +9,13 @@ from ..call import BLOCK
 
 REQUIREMENT = "sgl-deep-gemm>=0.1.5"
 RECIPE = (1, BLOCK, BLOCK)
-"""Rows of `a` that share a scale, then rows and columns of `b` that do."""
+"""Rows of `a` per scale, then rows and columns of `b` per scale."""
 
 _first: list[torch.device] = []
 
 
 def require_first_device(device: torch.device) -> None:
-    """Refuse another GPU than the first one, before the library fails with an invalid handle.
+    """Refuse every GPU but the first one. The library would fail with an invalid handle.
 
     Raises:
         RuntimeError: the library was used on another GPU before.

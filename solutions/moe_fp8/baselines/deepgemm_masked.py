@@ -1,11 +1,11 @@
-"""DeepGEMM's grouped FP8 GEMM of its masked layout, whose operands the arguments are.
+"""DeepGEMM's grouped FP8 GEMM for its masked layout, the layout of the arguments.
 
-What: the kernel is that of the package sgl-deep-gemm, called with the arguments as they are. It
-stores whole tiles, the rows past an expert's count included, so one Triton kernel zeroes these
-afterwards; no others are written twice.
+The kernel comes from the package sgl-deep-gemm and takes the arguments unchanged. It stores whole
+tiles, including rows past an expert's count. A Triton kernel zeroes these rows afterwards; no other
+rows are written twice.
 
-DeepGEMM compiles a kernel for each shape and tile when it first meets them, which takes seconds
-and is cached on disk (`DG_JIT_CACHE_DIR`).
+DeepGEMM compiles a kernel for each new shape and tile, which takes seconds, and caches it on disk
+(`DG_JIT_CACHE_DIR`).
 """
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from ..gemms.checks import validate_masked
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .requirement import require
-from .supported import HOPPER, on_its_device, require_gpu
+from .supported import SM90, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "deepgemm_masked",
@@ -26,7 +26,7 @@ SOLUTION = {
 @torch.inference_mode()
 @on_its_device
 def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
-    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0.
+    """Compute `out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`, else 0.
 
     Raises:
         ValueError: an argument is wrong.
@@ -34,7 +34,7 @@ def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
             or a package is not installed.
     """
     validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out)
-    require_gpu(out.device, HOPPER)
+    require_gpu(out.device, SM90)
     deep_gemm = require("deep_gemm", REQUIREMENT)
     require("triton", "triton")
     if a.shape[1] == 0:
@@ -43,7 +43,7 @@ def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
     from .triton_rows import zero_from
 
     deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked(
-        (a, a_scale.transpose(1, 2)),  # scales along the rows, as Hopper's kernels want them
+        (a, a_scale.transpose(1, 2)),  # Hopper's kernels need scales along the rows
         (b, b_scale),
         out,
         masked_m=masked_m,

@@ -1,20 +1,19 @@
 """DeepGEMM's mega-MoE kernel of Hopper, on one rank: the layer after routing in one launch.
 
-What: `fp8_mega_moe` of the package sgl-deep-gemm dispatches, multiplies, activates, quantises and
-combines in one persistent kernel that is made to exchange tokens between GPUs. Here its group is
-this rank alone with its 32 local experts, the symmetric buffer an ordinary tensor (as the
-package's own class for Blackwell has it for one rank) and the pairs of other ranks have expert -1.
-Routing is the Triton kernel of `triton_stages`; tokens, scales, ids and weights are copied into the
-buffer, as the package's callers do. No host sync.
+`fp8_mega_moe` of the package sgl-deep-gemm dispatches, multiplies, activates, quantises and
+combines in one persistent kernel that exchanges tokens between GPUs. Here its group is this rank
+alone with its 32 local experts. The symmetric buffer is an ordinary tensor, as in the package's
+class for Blackwell with one rank. Pairs of other ranks have expert -1. The Triton kernel of
+`triton_stages` routes. Tokens, scales, ids and weights are copied into the buffer, as the package's
+callers do. No host sync.
 
-The kernel wants the rows of the first projection in turns of 8, gate before up. A server brings
-them into that order once (`transform_weights_for_mega_moe_sm90`); a solution is given its weights
-anew in every call, so here it is part of every call: 0.94 GB read and written, the same for any T.
-`call_prepared` is a call without that.
+The kernel needs the rows of the first projection interleaved: 8 gate rows, then 8 up rows. A server
+reorders them once (`transform_weights_for_mega_moe_sm90`). A solution gets its weights anew in
+every call, so here every call reorders them: it reads and writes 0.94 GB, for any T.
+`call_prepared` is a call without this step.
 
-The kernel keeps one accumulator in units of the scales of the block at hand, so it divides by them:
-a scale of zero, which the definition allows, would make NaN. Such scales are replaced as they are
-copied.
+The kernel divides its accumulator by the scales of each block: a scale of zero, which the
+definition allows, would make NaN. The copy of the scales replaces zeros.
 """
 
 import inspect
@@ -25,10 +24,10 @@ import torch
 
 from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
 from .deepgemm_device import REQUIREMENT, require_first_device
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
 from .shared import begin, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -40,20 +39,20 @@ SOLUTION = {
 }
 
 SHAPE = DEEPSEEK_V3
-TURN = 8
-"""Rows of the gate, then of the up projection, that follow each other in the kernel's weights."""
+INTERLEAVED_ROWS = 8
+"""Adjacent gate rows in the kernel's weights; as many up rows follow."""
 
 NOT_ZERO = 1e-12
-"""In the place of a scale of zero: too little to count, and what is divided by two of them is still
-a float32."""
+"""The replacement of a scale of zero: too small to matter, and division by two of them stays within
+float32."""
 
 LEAST_CAPACITY = 128
 
 
 class OneRank(NamedTuple):
-    """What `fp8_mega_moe` reads of a symmetric buffer, for a group of one."""
+    """The fields of a symmetric buffer that `fp8_mega_moe` reads, for a group of one."""
 
-    buffer: torch.Tensor  # int8; zero before the first call, after which the kernel tidies up
+    buffer: torch.Tensor  # int8; zero before the first call, then the kernel cleans up
     handle: SimpleNamespace
     group: SimpleNamespace
     num_max_tokens_per_rank: int
@@ -61,46 +60,47 @@ class OneRank(NamedTuple):
     num_topk: int
 
 
-class Weights(NamedTuple):
-    """Of the local experts, as the kernel reads them."""
+class InterleavedWeights(NamedTuple):
+    """The local experts' weights in the kernel's order."""
 
-    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, in turns
+    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn, gate and up rows interleaved
     w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32, gate first
     w2_scale: torch.Tensor  # [E, H/128, I/128] float32
 
 
-class Held(NamedTuple):
-    """What a call writes on its way, for up to `symmetric.num_max_tokens_per_rank` tokens."""
+class SymmetricTokens(NamedTuple):
+    """The kernel's inputs in the buffer, for up to `symmetric.num_max_tokens_per_rank` tokens."""
 
     symmetric: OneRank
-    x: torch.Tensor  # [capacity, H] float8_e4m3fn; this and the next three are parts of the buffer
+    x: torch.Tensor  # [capacity, H] float8_e4m3fn; this and the next three are views of the buffer
     x_scale: torch.Tensor  # [capacity, H/128] float32
     ids: torch.Tensor  # [capacity, top_k] int64
     weights: torch.Tensor  # [capacity, top_k] float32
 
 
 def capacity(tokens: int) -> int:
-    """Tokens to make room for: the kernel is compiled for it, so there must be few values."""
+    """Return the buffer's capacity in tokens. The kernel is compiled for each capacity, so there
+    are few values."""
     return max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
-@HeldPerStream
-def held(room: int, shape: MoeShape, device: torch.device) -> Held:
-    """For a capacity."""
+@PerStream
+def symmetric_tokens(room: int, shape: MoeShape, device: torch.device) -> SymmetricTokens:
+    """Return an empty buffer and its views for `room` tokens."""
     deep_gemm = require("deep_gemm", REQUIREMENT)
-    library = deep_gemm._C  # its class for Hopper knows symmetric memory only
+    library = deep_gemm._C  # the package's class for Hopper supports only symmetric memory
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     sm90 = "sm90_" if hasattr(library, "get_token_alignment_for_sm90_mega_moe") else ""
     alignment = getattr(library, f"get_token_alignment_for_{sm90}mega_moe")()
     room = -(-room // alignment) * alignment
     layout = 1, experts, room, shape.top_k, h, i, True, "swiglu"
-    found = library.get_symm_buffer_size_for_sm90_mega_moe(*layout)
-    size, parts_of = (found, None) if isinstance(found, int) else found  # 0.2.5, 0.1.5
+    sized = library.get_symm_buffer_size_for_sm90_mega_moe(*layout)
+    size, split = (sized, None) if isinstance(sized, int) else sized  # 0.2.5, 0.1.5
     buffer = torch.zeros(size, dtype=torch.int8, device=device)
-    if parts_of is None:
+    if split is None:
         parts = library.slice_symm_buffer_for_sm90_mega_moe(buffer, *layout)
     else:
-        parts = parts_of(buffer)
+        parts = split(buffer)
     x, x_scale, ids, weights = (
         part if isinstance(part, torch.Tensor) else torch.from_dlpack(part) for part in parts[:4]
     )
@@ -112,7 +112,7 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
         experts,
         shape.top_k,
     )
-    return Held(
+    return SymmetricTokens(
         symmetric,
         x.view(torch.float8_e4m3fn),
         x_scale.view(torch.float32),
@@ -121,47 +121,48 @@ def held(room: int, shape: MoeShape, device: torch.device) -> Held:
     )
 
 
-@HeldPerStream
-def own_weights(shape: MoeShape, device: torch.device) -> Weights:
+@PerStream
+def own_weights(shape: MoeShape, device: torch.device) -> InterleavedWeights:
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    return Weights(
+    return InterleavedWeights(
         torch.empty((experts, 2 * i, h), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((experts, 2 * i // BLOCK, h // BLOCK), dtype=torch.float32, device=device),
         torch.empty((experts, h // BLOCK, i // BLOCK), dtype=torch.float32, device=device),
     )
 
 
-@HeldPerStream
+@PerStream
 def routed_tokens(tokens: int, shape: MoeShape, device: torch.device) -> "Routed":
     from .triton_stages import new_routed
 
     return new_routed(tokens, shape, device)
 
 
-def take_turns(
+def interleave_rows(
     w13: torch.Tensor,  # [E, 2I, K]: up rows, then gate rows
     w13_scale: torch.Tensor,  # [E, 2I/128, K/128]
-    out: torch.Tensor,  # [E, 2I, K]: 8 gate rows, the 8 up rows that belong to them, and so on
-    out_scale: torch.Tensor,  # [E, 2I/128, K/128]: of the gate, then of the up projection
+    out: torch.Tensor,  # [E, 2I, K]: 8 gate rows, their 8 up rows, and so on
+    out_scale: torch.Tensor,  # [E, 2I/128, K/128]: gate scales, then up scales
 ) -> None:
     experts, rows, k = w13.shape
-    up, gate = w13.view(experts, 2, rows // 2 // TURN, TURN, k).unbind(1)
-    turns = out.view(experts, rows // 2 // TURN, 2, TURN, k)
-    turns[:, :, 0].copy_(gate)
-    turns[:, :, 1].copy_(up)
+    groups = rows // 2 // INTERLEAVED_ROWS
+    up, gate = w13.view(experts, 2, groups, INTERLEAVED_ROWS, k).unbind(1)
+    interleaved = out.view(experts, groups, 2, INTERLEAVED_ROWS, k)
+    interleaved[:, :, 0].copy_(gate)
+    interleaved[:, :, 1].copy_(up)
     halves = (experts, 2, w13_scale.shape[1] // 2, w13_scale.shape[2])
     copy_scales(w13_scale.view(halves).flip(1), out_scale.view(halves))
 
 
 def copy_scales(scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Those of zero as `NOT_ZERO`."""
+    """Copy scales, and replace zeros by `NOT_ZERO`."""
     out.copy_(scales)
     out.masked_fill_(out == 0, NOT_ZERO)
 
 
-def prepare(inputs: MoeInputs, out: Weights) -> None:
-    """Write the weights as the kernel reads them."""
-    take_turns(inputs.gemm1_weights, inputs.gemm1_weights_scale, out.w13, out.w13_scale)
+def interleave_weights(inputs: MoeInputs, out: InterleavedWeights) -> None:
+    """Write the weights in the kernel's order."""
+    interleave_rows(inputs.gemm1_weights, inputs.gemm1_weights_scale, out.w13, out.w13_scale)
     copy_scales(inputs.gemm2_weights_scale, out.w2_scale)
 
 
@@ -178,9 +179,11 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
 
 @torch.inference_mode()
 @on_its_device
-def call_prepared(inputs: MoeInputs, output: torch.Tensor, prepared: Weights | None) -> None:
-    """The same with weights that `prepare` has written; None: prepare them now."""
-    tokens, deep_gemm = begin(inputs, output, SHAPE, HOPPER, "deep_gemm", REQUIREMENT)
+def call_prepared(
+    inputs: MoeInputs, output: torch.Tensor, prepared: InterleavedWeights | None
+) -> None:
+    """Write the layer's output with `prepared` weights; None: prepare them now."""
+    tokens, deep_gemm = begin(inputs, output, SHAPE, SM90, "deep_gemm", REQUIREMENT)
     if tokens == 0:
         return
     require_first_device(output.device)
@@ -188,7 +191,7 @@ def call_prepared(inputs: MoeInputs, output: torch.Tensor, prepared: Weights | N
     routed = routed_tokens(tokens, SHAPE, output.device)
     route(inputs, SHAPE, routed)
 
-    symmetric, x, x_scale, ids, weights = held(capacity(tokens), SHAPE, output.device)
+    symmetric, x, x_scale, ids, weights = symmetric_tokens(capacity(tokens), SHAPE, output.device)
     x[:tokens].copy_(inputs.hidden_states)
     copy_scales(inputs.hidden_states_scale.t(), x_scale[:tokens])
     local = torch.sub(routed.ids, offset, out=ids[:tokens])
@@ -197,10 +200,10 @@ def call_prepared(inputs: MoeInputs, output: torch.Tensor, prepared: Weights | N
 
     if prepared is None:
         prepared = own_weights(SHAPE, output.device)
-        prepare(inputs, prepared)
+        interleave_weights(inputs, prepared)
     w13, w13_scale, w2_scale = prepared
     mega_moe = deep_gemm.fp8_mega_moe
-    # Without a bound it chooses its schedule by the room; 0.1.5 always does.
+    # Without a bound the kernel chooses its schedule by the capacity. 0.1.5 takes no bound.
     bounded = "num_tokens_bound" in inspect.signature(mega_moe).parameters
     bound = {"num_tokens_bound": tokens} if bounded else {}
     mega_moe(output, (w13, w13_scale), (inputs.gemm2_weights, w2_scale), symmetric, **bound)

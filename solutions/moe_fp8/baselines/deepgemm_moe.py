@@ -1,16 +1,16 @@
 """DeepGEMM's grouped FP8 GEMMs, with Triton for the stages around them.
 
-What: the kernels are those of the package sgl-deep-gemm; routing, scatter, SwiGLU + FP8 and
-combine are one Triton launch each (`triton_stages`). Of DeepGEMM's two layouts the masked one is
-taken as long as its buffers are affordable: `[E, max_rows, K]`, sized for any routing, with a row
-count for each expert on the device; no host sync, and buffers are kept until T changes. Beyond
-`MASKED_ROWS` the contiguous one: `[R, K]` with experts at multiples of 128 rows and the expert of
-every row, -1 where there is none. Its kernel walks over all rows that the operand has, so the host
-waits for the routing, once, to cut the operands to the rows in use.
+The GEMMs come from the package sgl-deep-gemm. Routing, scatter, SwiGLU + FP8 and combine are one
+Triton launch each (`triton_stages`). Up to `MASKED_ROWS` rows DeepGEMM's masked layout is used:
+`[E, max_rows, K]`, sized for any routing, with each expert's row count on the device. It needs no
+host sync, and buffers are reused until T changes. With more rows the contiguous layout is used:
+`[R, K]` with experts at multiples of 128 rows, and the expert of every row, -1 for padding. Its
+kernel processes all rows of the operand. So the host waits for the routing once, to cut the
+operands to the rows in use.
 
-Scales are float32 and lie along the rows, as Hopper's kernels want them, so none is converted.
-DeepGEMM compiles a kernel for each shape and tile when it first meets them, which takes seconds
-and is cached on disk (`DG_JIT_CACHE_DIR`).
+Scales are float32 along the rows, the layout of Hopper's kernels, so none is converted. DeepGEMM
+compiles a kernel for each new shape and tile, which takes seconds, and caches it on disk
+(`DG_JIT_CACHE_DIR`).
 """
 
 import functools
@@ -20,9 +20,9 @@ import torch
 
 from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, run_of
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .shared import Tables, begin, new_buffers, new_tables, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 SOLUTION = {
     "name": "deepgemm_moe",
@@ -32,14 +32,13 @@ SOLUTION = {
 }
 
 MASKED_ROWS = 32 * 16384
-"""Up to here the masked layout, which has E * T rows (14 GB at T=14107). End to end on an H200,
-2026-11-21, masked against contiguous, ms: T=80 0.51, 0.62; T=901 0.58, 0.70; T=4096 0.75, 0.79;
-T=11948 1.33, 1.34; T=14107 1.86, 1.97."""
+"""Most rows of the masked layout, which has E * T rows (14 GB at T=14107); docs/notes/baselines.md
+compares the layouts' times."""
 
 
-@HeldPerStream
+@PerStream
 def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.device) -> Tables:
-    """For the masked layout, or the contiguous one without `max_rows`."""
+    """Return tables for the masked layout, or without `max_rows` for the contiguous layout."""
     from .triton_stages import row_bound
 
     bound = row_bound(tokens, shape, BLOCK)
@@ -47,7 +46,7 @@ def tables(tokens: int, max_rows: int | None, shape: MoeShape, device: torch.dev
     return new_tables(tokens, rows, shape, device)
 
 
-masked_buffers = HeldPerStream(new_buffers)
+masked_buffers = PerStream(new_buffers)
 
 
 @dataclass(eq=False)
@@ -67,7 +66,7 @@ class DeepGemmLayer:
                 on, or a package is not installed.
         """
         shape, device = self.shape, output.device
-        tokens, deep_gemm = begin(inputs, output, shape, HOPPER, "deep_gemm", REQUIREMENT)
+        tokens, deep_gemm = begin(inputs, output, shape, SM90, "deep_gemm", REQUIREMENT)
         if tokens == 0:
             return
         require_first_device(device)
@@ -85,12 +84,12 @@ class DeepGemmLayer:
             multiply = functools.partial(
                 deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked,
                 masked_m=rows.counts[0],
-                # Rows of an expert with even routing, by which DeepGEMM chooses its tiles.
+                # An expert's rows with even routing. DeepGEMM chooses its tiles by this number.
                 expected_m=-(-tokens * shape.top_k // shape.num_experts),
                 recipe=RECIPE,
             )
         else:
-            used = max(int(rows.m_indptr[-1]), BLOCK)  # waits; without a pair: a tile of no expert
+            used = max(int(rows.m_indptr[-1]), BLOCK)  # waits; without pairs: one tile of padding
             buffers = new_buffers((used,), shape, device)
             multiply = functools.partial(
                 deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous,

@@ -1,4 +1,4 @@
-"""FP8 tokens with block scales as bfloat16, for libraries that quantise their input themselves."""
+"""Dequantise FP8 tokens to bfloat16, for libraries that quantise their input themselves."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..call import BLOCK
 
-COLUMNS = 1024
+DEQUANTISE_COLUMNS = 1024
 
 
 @triton.jit
@@ -29,5 +29,5 @@ def dequantise(
     out: torch.Tensor,  # [T, H] bfloat16
 ) -> None:
     tokens, width = x.shape
-    grid = (tokens, triton.cdiv(width, COLUMNS))
-    _dequantise[grid](x, scale, out, tokens, WIDTH=width, TILE=COLUMNS, SCALE=BLOCK)
+    grid = (tokens, triton.cdiv(width, DEQUANTISE_COLUMNS))
+    _dequantise[grid](x, scale, out, tokens, WIDTH=width, TILE=DEQUANTISE_COLUMNS, SCALE=BLOCK)

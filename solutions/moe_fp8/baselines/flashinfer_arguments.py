@@ -1,22 +1,22 @@
-"""What FlashInfer's functions for the whole layer with FP8 block scales are called with."""
+"""The arguments of FlashInfer's functions for the whole layer with FP8 block scales."""
 
 from typing import Any
 
 from ..call import MoeInputs, MoeShape
 
 ROUTING_DEEPSEEK_V3 = 2
-"""`flashinfer.RoutingMethodType.DeepSeekV3`, which is not exported by all releases."""
+"""`flashinfer.RoutingMethodType.DeepSeekV3`. Not all releases export it."""
 
 
 def block_scale_arguments(
     inputs: MoeInputs, shape: MoeShape, use_shuffled_weight: bool
 ) -> dict[str, Any]:
-    """By name: the layer's own, and what describes it.
+    """Return the layer's inputs and its geometry as keyword arguments.
 
     Args:
-        inputs: the layer's.
+        inputs: the layer's inputs.
         shape: its geometry.
-        use_shuffled_weight: whether the weights' rows are in the order of the kernels' epilogue.
+        use_shuffled_weight: True if the weights' rows are in the order of the kernels' epilogue.
     """
     return inputs._asdict() | {
         "local_expert_offset": int(inputs.local_expert_offset),

@@ -1,16 +1,16 @@
 """FlashInfer's CUTLASS MoE on Hopper: `cutlass_fused_moe` with DeepSeek's FP8 block scales.
 
-What: one call permutes, multiplies, activates and combines. It takes bfloat16 tokens, which it
-quantises itself, and experts that are already chosen. The definition's tokens are FP8: they are
-dequantised to bfloat16 first, by a Triton kernel, and that time counts, as does the loss of
-rounding twice. Routing is the Triton kernel of `triton_stages`. The order of the projections is
-the definition's. The workspace is allocated once for a number of tokens.
+One call permutes, multiplies, activates and combines. It takes bfloat16 tokens, which it quantises,
+and chosen experts. The definition's tokens are FP8, so a Triton kernel first dequantises them to
+bfloat16: its time counts, and so does the loss of rounding twice. The Triton kernel of
+`triton_stages` routes. The order of the projections is the definition's. The workspace is allocated
+once for a number of tokens.
 
-Expert parallelism by rank where the window of local experts is one rank's, as in all workloads;
-otherwise ids are made relative to the window, and experts outside of it an expert of another rank.
+If the local experts are those of one rank, as in all workloads, the library gets that rank. Else
+ids become relative to the first local expert, and other ids become an expert of another rank.
 
-FlashInfer builds its module `fused_moe_90` when first called, unless a prebuilt one is installed,
-and compiles a GEMM for each shape and tile with nvcc when it first meets them.
+FlashInfer builds its module `fused_moe_90` in the first call, unless a prebuilt module is
+installed, and compiles a GEMM with nvcc for each new shape and tile.
 """
 
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
 from .shared import begin, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 if TYPE_CHECKING:
     from .triton_stages import Routed
@@ -36,11 +36,11 @@ REQUIREMENT = "flashinfer-python==0.7.2.post1"
 SHAPE = DEEPSEEK_V3
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, shape: MoeShape, device: torch.device
 ) -> "tuple[Routed, torch.Tensor, torch.Tensor]":
-    """For a number of tokens; the tokens in bfloat16 and the library's workspace."""
+    """Return buffers for a number of tokens: routing, bfloat16 tokens, the library's workspace."""
     from .triton_stages import new_routed
 
     fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
@@ -65,7 +65,7 @@ def buffers(
 
 
 def local_ids(ids: torch.Tensor, offset: int, shape: MoeShape) -> tuple[torch.Tensor, int]:
-    """Ids [T, top_k] and a rank whose experts, among them, are those of the window at `offset`."""
+    """Return ids [T, top_k] and a rank, so that the rank's experts are the local experts."""
     experts = shape.num_local_experts
     if offset % experts == 0 and 0 <= offset <= shape.num_experts - experts:
         return ids, offset // experts
@@ -82,7 +82,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         ValueError: an argument is wrong.
         RuntimeError: the GPU is not supported, or a package is not installed.
     """
-    tokens, fused_moe = begin(inputs, output, SHAPE, HOPPER, "flashinfer.fused_moe", REQUIREMENT)
+    tokens, fused_moe = begin(inputs, output, SHAPE, SM90, "flashinfer.fused_moe", REQUIREMENT)
     if tokens == 0:
         return
     from .dequantise import dequantise

@@ -1,13 +1,12 @@
 """TensorRT-LLM's MoE kernels through FlashInfer: `trtllm_fp8_block_scale_moe`.
 
-What: one call does the whole layer, routing included, on the arguments of the definition as they
-are: its order of the projections, its block-major scales and its window of local experts are this
-function's own. The kernels are prebuilt for compute capability 10.x and fetched by FlashInfer when
-first called; other GPUs are refused here.
+One call computes the whole layer, routing included. It takes the definition's arguments unchanged:
+order of the projections, block-major scales, offset of the local experts. The kernels are prebuilt
+for compute capability 10.x; FlashInfer fetches them in the first call. Other GPUs are refused here.
 
-Releases differ in the function's parameters, so its signature is looked at once: up to 0.5
-`tile_tokens_dim` must be given, the power of two nearest to the tokens of an expert, which the
-0.6 line chooses itself; newer ones write to `output`, older ones return a tensor that is copied.
+Releases have different parameters, so the function's signature is read once. Up to 0.5 the caller
+must pass `tile_tokens_dim`, the power of two nearest to the tokens of an expert; the 0.6 line
+chooses it. Newer releases write to `output`, older ones return a tensor, which is copied.
 """
 
 import functools
@@ -20,7 +19,7 @@ import torch
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
 from .flashinfer_arguments import block_scale_arguments
 from .requirement import require
-from .supported import BLACKWELL, on_its_device, require_gpu
+from .supported import SM100, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_moe",
@@ -30,7 +29,7 @@ SOLUTION = {
 
 SHAPE = DEEPSEEK_V3
 TILE_TOKENS = (8, 64)
-"""The least and the largest tile of releases that want to be told."""
+"""The least and the largest `tile_tokens_dim`."""
 
 
 class Entry(NamedTuple):
@@ -42,7 +41,7 @@ class Entry(NamedTuple):
 
 @functools.cache
 def entry() -> Entry:
-    """Of the installed release.
+    """Return the function of the installed release.
 
     Raises:
         RuntimeError: FlashInfer is not installed.
@@ -53,7 +52,7 @@ def entry() -> Entry:
 
 
 def tile_tokens(tokens: int, shape: MoeShape) -> int:
-    """The smallest tile that holds an expert's tokens, were they spread evenly."""
+    """Return the smallest tile for an expert's tokens with even routing."""
     each = tokens * shape.top_k // shape.num_experts
     least, largest = TILE_TOKENS
     return min(max(least, 1 << max(each - 1, 0).bit_length()), largest)
@@ -69,7 +68,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         RuntimeError: the GPU is not supported, or the package is not installed.
     """
     tokens = check_call(inputs, output, SHAPE)
-    require_gpu(output.device, BLACKWELL)
+    require_gpu(output.device, SM100)
     function, parameters = entry()
     if tokens == 0:
         return

@@ -1,14 +1,14 @@
 """FlashInfer's CuTe DSL kernels for Blackwell: `prims_ts_fp8_block_scale_moe`.
 
-What: the port of TensorRT-LLM's batched GEMM to CuTe DSL ("Prims-TS"), the peer of our kernels in
-the same language. One call does the whole layer on the arguments of the definition; routing, SwiGLU
-with requantisation and the combine are TensorRT-LLM's kernels. The GEMMs are compiled when first
-called for a tile; the tile is FlashInfer's choice for the number of tokens, not tuned.
+The port of TensorRT-LLM's batched GEMM to CuTe DSL ("Prims-TS") is the peer in our language. One
+call computes the whole layer from the definition's arguments. Routing, SwiGLU with requantisation
+and the combine are TensorRT-LLM's kernels. The first call with a tile compiles the GEMMs.
+FlashInfer chooses the tile for the number of tokens; it is not tuned.
 
-The kernels want the weights' rows in the order in which their epilogue has them (`shuffle`). A
-server brings them into it once; a solution is given its weights anew in every call, so here it is
-part of every call: 1.41 GB read and written, the same for any T. Whoever compares kernels must
-take that off. The scales stay: a block of 128 rows keeps its rows.
+The kernels need the weights' rows in the order of their epilogue (`shuffle`). A server reorders
+them once. A solution gets its weights anew in every call, so here every call reorders them: it
+reads and writes 1.41 GB, for any T. A comparison of kernels must subtract that time. The scales
+stay, because rows stay within their block of 128 rows.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
 from .flashinfer_arguments import block_scale_arguments
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
-from .supported import BLACKWELL, on_its_device, require_gpu
+from .supported import SM100, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "flashinfer_prims_ts_moe",
@@ -30,23 +30,23 @@ SOLUTION = {
 REQUIREMENT = "flashinfer-python>=0.7.2"
 SHAPE = DEEPSEEK_V3
 SHUFFLED_ROWS = 16
-"""Rows that change places among each other: of an epilogue of 64 rows, which all of the release's
-configs for these scales have."""
+"""Rows that `shuffle` permutes among each other: the order of an epilogue of 64 rows, which all of
+the release's configs for these scales have."""
 
 
-class Weights(NamedTuple):
-    """Both projections' weights, shuffled."""
+class ShuffledWeights(NamedTuple):
+    """The shuffled weights of both projections."""
 
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
     w2: torch.Tensor  # [E, H, I] float8_e4m3fn
 
 
-@HeldPerStream
-def shuffled_weights(shape: MoeShape, device: torch.device) -> Weights:
-    """Room for them."""
+@PerStream
+def shuffled_weights(shape: MoeShape, device: torch.device) -> ShuffledWeights:
+    """Return uninitialised memory for shuffled weights."""
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     fp8 = torch.float8_e4m3fn
-    return Weights(
+    return ShuffledWeights(
         torch.empty((experts, 2 * i, h), dtype=fp8, device=device),
         torch.empty((experts, h, i), dtype=fp8, device=device),
     )
@@ -54,7 +54,7 @@ def shuffled_weights(shape: MoeShape, device: torch.device) -> Weights:
 
 def shuffle(
     weights: torch.Tensor,  # [E, N, K]
-    out: torch.Tensor,  # [E, N, K]: of each 16 rows the even ones, then the odd ones
+    out: torch.Tensor,  # [E, N, K]: in each 16 rows the even rows first, then the odd rows
 ) -> None:
     experts, rows, k = weights.shape
     groups, half = rows // SHUFFLED_ROWS, SHUFFLED_ROWS // 2
@@ -72,7 +72,7 @@ def call(inputs: MoeInputs, output: torch.Tensor) -> None:
         RuntimeError: the GPU is not supported, or the package is not installed or too old.
     """
     tokens = check_call(inputs, output, SHAPE)
-    require_gpu(output.device, BLACKWELL)
+    require_gpu(output.device, SM100)
     fused_moe = require("flashinfer.fused_moe", REQUIREMENT)
     function = getattr(fused_moe, "prims_ts_fp8_block_scale_moe", None)
     if function is None:

@@ -1,18 +1,18 @@
-"""Swap the halves of GEMM1's output rows, in place, for activations that expect the gate first."""
+"""Swap up and gate of GEMM1's output in place, for activations that need gate first."""
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+SWAP_COLUMNS = 1024
 CTAS = 1024
-"""About one wave on any GPU: only the device knows how many rows there are."""
+"""About one wave on any GPU, because only the device knows the number of rows."""
 
 
 @triton.jit
-def _gate_first(g, rows, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_first(g, rows, HALF: tl.constexpr, TILE: tl.constexpr):
     count = tl.load(rows)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < HALF
     row = tl.program_id(0).to(tl.int64)
     while row < count:
@@ -26,9 +26,9 @@ def _gate_first(g, rows, HALF: tl.constexpr, BLOCK: tl.constexpr):
 
 def gate_first(
     g: torch.Tensor,  # [R, 2I]: up, gate; becomes gate, up
-    rows: torch.Tensor,  # [1] int32, the rows in use; the others stay as they are
+    rows: torch.Tensor,  # [1] int32, the rows in use; other rows are not touched
 ) -> None:
     half = g.shape[1] // 2
-    column_blocks = triton.cdiv(half, BLOCK)
+    column_blocks = triton.cdiv(half, SWAP_COLUMNS)
     grid = (min(g.shape[0], CTAS // column_blocks), column_blocks)
-    _gate_first[grid](g, rows, HALF=half, BLOCK=BLOCK)
+    _gate_first[grid](g, rows, HALF=half, TILE=SWAP_COLUMNS)

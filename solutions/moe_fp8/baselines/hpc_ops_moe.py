@@ -1,20 +1,19 @@
 """Tencent's hpc-ops: its FP8 block-scaled grouped GEMM, with Triton for the stages around it.
 
-What: both GEMMs are `group_gemm_blockwise_fp8` of the package hpc-ops; routing, scatter, SwiGLU +
-FP8 and combine are one Triton launch each (`triton_stages`). No host sync; buffers are kept until T
+Both GEMMs are `group_gemm_blockwise_fp8` of the package hpc-ops. Routing, scatter, SwiGLU + FP8 and
+combine are one Triton launch each (`triton_stages`). No host sync; buffers are reused until T
 changes.
 
-Why not its own call of the whole layer, `fuse_moe_blockwise`: that takes routed tokens and a first
-projection with the gate rows first. The definition has them second, and a solution is given the
-weights anew in every call; to swap them is to move 0.94 GB. Of the call's parts the package exposes
-the GEMM; a gather and a reduction too, but that gather is the one of its per-tensor layer, which
-leaves the scales of the tokens behind, and the reduction writes a tensor of its own, which would
-have to be copied. Triton's do neither.
+The package's call of the whole layer, `fuse_moe_blockwise`, is not used. It needs gate rows first
+in the first projection, the definition has them second, and a solution gets the weights anew in
+every call: each call would move 0.94 GB to swap them. The package exposes three parts of that call.
+The GEMM is used. The gather belongs to its per-tensor layer and does not copy the tokens' scales.
+The reduction writes a new tensor, which would have to be copied. Triton's stages do neither.
 
-Rows: the library takes a tile of 8 to 64 rows, by the mean rows of an expert that it is told, and
-looks for an expert's token scales at the number of tiles before it. With every expert at a multiple
-of that tile, rows and scales lie at the same place. Few rows a tile: it has its own list of tiles
-written on the device, for which it is given room.
+Rows: the library chooses a tile of 8 to 64 rows by an expert's mean rows, an argument. It reads an
+expert's token scales at the number of tiles before the expert. Every expert begins at a multiple of
+the tile, so rows and scales lie at the same place. With few rows an expert the library writes a
+list of tiles on the device, into memory that the caller passes.
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from dataclasses import dataclass
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
-from .supported import HOPPER, on_its_device
+from .supported import SM90, on_its_device
 
 SOLUTION = {
     "name": "hpc_ops_moe",
@@ -40,21 +39,22 @@ SOLUTION = {
 REQUIREMENT = SOLUTION["dependencies"][-1]
 
 LISTED_MEAN = 8
-"""Up to these mean rows the library can work from a list of tiles."""
+"""Most mean rows of an expert with which the library can use a list of tiles."""
 TILES = ((8, 8), (16, 16), (32, 32), (48, 48), (64, 64), (96, 48), (128, 32), (144, 48))
-"""(mean rows of an expert up to which, rows of the tile that the library takes)."""
+"""(most mean rows of an expert, rows of the library's tile)."""
 LARGEST_TILE = 64
 TILE_N = 128
 TASK = 4
-"""int32 of a tile in the list."""
+"""Number of int32 per tile in the list."""
 DESCRIPTORS = 2 * 128 // 4
-"""int32 of an expert's two TMA descriptors."""
+"""Number of int32 in an expert's two TMA descriptors."""
 MOST_EXPERTS = 256
-"""The library numbers tiles with 32 threads of 8 experts each; of more it reads past the rows."""
+"""The library numbers tiles by 32 threads with 8 experts each. With more experts it reads past the
+rows."""
 
 
 def mean_rows(tokens: int, shape: MoeShape) -> int:
-    """Of an expert with even routing, as the library's own layer tells its GEMM."""
+    """Return an expert's rows with even routing, the number that the library's layer passes."""
     return tokens * shape.top_k // shape.num_experts
 
 
@@ -62,12 +62,12 @@ def tile_rows(mean: int) -> int:
     return next((tile for most, tile in TILES if mean <= most), LARGEST_TILE)
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, shape: MoeShape, device: torch.device
 ) -> tuple[Tables, Buffers, torch.Tensor | None]:
-    """For a number of tokens; the last is the list of tiles of either GEMM, `[waves,
-    multiprocessors, 4]` int32."""
+    """Return tables and buffers for a number of tokens, and room for the list of tiles of either
+    GEMM, `[waves, multiprocessors, 4]` int32."""
     from .triton_stages import processors, row_bound
 
     mean = mean_rows(tokens, shape)
@@ -76,12 +76,12 @@ def buffers(
     tasks = None
     if mean <= LISTED_MEAN:
         ctas = processors(device)
-        # For the most tokens that are listed: the library sets by this room how much shared memory
-        # a launch may have, and a call of fewer tokens in another thread would lower it in between.
+        # Room for the most tokens with a list. The library derives a launch's shared memory limit
+        # from this room, and another thread's call with fewer tokens would lower the limit.
         most = ((LISTED_MEAN + 1) * shape.num_experts - 1) // shape.top_k
         columns = -(-max(2 * shape.intermediate_size, shape.hidden_size) // TILE_N)
         tiles = row_bound(most, shape, tile) // tile * columns
-        # After the last tile stands one entry for each CTA that says that there are no more.
+        # After the last tile the list has one end mark per CTA.
         waves = -(-tiles // ctas) + 1
         tasks = torch.empty((waves, ctas, TASK), dtype=torch.int32, device=device)
     tables = new_tables(tokens, bound, shape, device)
@@ -105,7 +105,7 @@ class HpcOpsLayer:
                 installed.
         """
         shape = self.shape
-        tokens, hpc = begin(inputs, output, shape, HOPPER, "hpc", REQUIREMENT)
+        tokens, hpc = begin(inputs, output, shape, SM90, "hpc", REQUIREMENT)
         if shape.num_local_experts > MOST_EXPERTS:
             raise RuntimeError(
                 f"num_local_experts={shape.num_local_experts}: hpc-ops has at most {MOST_EXPERTS}"
@@ -137,8 +137,8 @@ class HpcOpsLayer:
         offset = int(inputs.local_expert_offset)
         stages.place(routed, offset, rows, align=tile_rows(mean))
         if tasks is None:
-            # Without its list the kernel divides by the number of tiles: without a pair, the first
-            # expert has one row, of whatever is there, and nobody reads what becomes of it.
+            # Without a list the kernel divides by the number of tiles. So if there is no pair, the
+            # first expert gets one row of any content. Nothing reads its result.
             counts[:1].add_(starts[-1:] == 0)
 
         stages.scatter(inputs.hidden_states, inputs.hidden_states_scale, rows, a, a_scale)
@@ -146,12 +146,12 @@ class HpcOpsLayer:
 
         stages.swiglu_quant(g, q, q_scale, rows)
 
-        # Both GEMMs would allocate their TMA descriptors at one address. Without the list they do
-        # not acquire what was written there: in a replay the second GEMM used those of the first.
-        # This takes that address until the second GEMM is launched.
-        held = counts.new_empty(len(counts) * DESCRIPTORS) if tasks is None else None
+        # Both GEMMs would allocate their TMA descriptors at one address. Without a list they do not
+        # acquire the new descriptors: in a replay the second GEMM used those of the first. This
+        # allocation blocks the address until the second GEMM is launched.
+        blocked = counts.new_empty(len(counts) * DESCRIPTORS) if tasks is None else None
         multiply(q, q_scale, inputs.gemm2_weights, inputs.gemm2_weights_scale, o)
-        del held
+        del blocked
 
         stages.combine(o, routed.weights, rows, output)
 

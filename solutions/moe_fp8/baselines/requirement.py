@@ -1,4 +1,4 @@
-"""Packages that a baseline needs and that a machine may lack: imported when first called."""
+"""Import of a baseline's packages at the first call: a machine may lack them."""
 
 import importlib
 import shlex
@@ -6,15 +6,15 @@ from types import ModuleType
 
 
 def require(module: str, requirement: str) -> ModuleType:
-    """The module, imported.
+    """Import and return a module.
 
     Raises:
-        RuntimeError: it is not installed; the message names the pip requirement.
+        RuntimeError: the module is not installed; the message names the pip requirement.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
-            raise  # installed, but something that it needs is not
-        wanted = shlex.quote(requirement)  # a shell takes > for a redirection
+            raise  # the module is installed, but one of its dependencies is not
+        wanted = shlex.quote(requirement)  # quotes >, which is a redirection in a shell
         raise RuntimeError(f"not installed: pip install {wanted}") from None

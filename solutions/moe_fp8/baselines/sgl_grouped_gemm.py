@@ -1,11 +1,11 @@
-"""sgl_kernel's FP8 block-scaled grouped GEMM, with what it wants to be given kept between calls."""
+"""sgl_kernel's FP8 block-scaled grouped GEMM, with scratch memory that calls reuse."""
 
 from typing import NamedTuple
 
 import torch
 
 from ..call import MoeShape
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .requirement import require
 
 REQUIREMENT = "sglang-kernel>=0.4.3"
@@ -13,17 +13,17 @@ WORKSPACE_BYTES = 32 * 2**20
 
 
 class Scratch(NamedTuple):
-    """What the library writes on its way."""
+    """The scratch memory of the library's GEMM."""
 
     pointers: list[torch.Tensor]  # 5 of [E] int64: A, B, output and both scales of each expert
-    layouts: list[torch.Tensor]  # 2 of [E, 5] int32, of the scales
-    strides: dict[int, torch.Tensor]  # [E] int64, by the elements of a row
+    layouts: list[torch.Tensor]  # 2 of [E, 5] int32, for the scales of A and of B
+    strides: dict[int, torch.Tensor]  # elements of a row -> [E] int64
     workspace: torch.Tensor
 
 
-@HeldPerStream
+@PerStream
 def scratch(device: torch.device, experts: int, widths: tuple[int, ...]) -> Scratch:
-    """For GEMMs whose rows, of A and of the output, have these numbers of elements."""
+    """Return scratch for GEMMs with these row lengths of A and of the output."""
 
     def new(*dims: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(dims, dtype=dtype, device=device)
@@ -37,13 +37,13 @@ def scratch(device: torch.device, experts: int, widths: tuple[int, ...]) -> Scra
 
 
 def layer_scratch(device: torch.device, shape: MoeShape) -> Scratch:
-    """For both GEMMs of the layer."""
+    """Return scratch for both GEMMs of the layer."""
     widths = (shape.hidden_size, shape.intermediate_size, 2 * shape.intermediate_size)
     return scratch(device, shape.num_local_experts, widths)
 
 
 def grouped_gemm(
-    held: Scratch,
+    memory: Scratch,
     a: torch.Tensor,  # [R, K] float8_e4m3fn
     a_scale: torch.Tensor,  # [R, K/128] float32
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
@@ -52,11 +52,11 @@ def grouped_gemm(
     sizes: torch.Tensor,  # [E, 3] int32: rows, N, K of each expert
     offsets: torch.Tensor,  # [E] int32: first row of each expert, any row
 ) -> None:
-    """`out = a @ b[expert].T` with block scales.
+    """Compute `out = a @ b[expert].T` with block scales.
 
     Two launches: addresses and scale layouts of the experts, then the GEMM. B is passed as
-    `[E, K, N]`, column-major. The rows are those that `sizes` and `offsets` say; by the rows that
-    `a` has the library only chooses its tile: 32 rows with swapped operands up to 2048, 128 above.
+    `[E, K, N]`, column-major. `sizes` and `offsets` define the rows. The row count of `a` only
+    selects the library's tile: 32 rows with swapped operands up to 2048 rows, 128 rows above.
 
     Raises:
         RuntimeError: the package is not installed.
@@ -65,16 +65,16 @@ def grouped_gemm(
     _, n, k = b.shape
     sgl.fp8_blockwise_scaled_grouped_mm(
         out,
-        *held.pointers,
+        *memory.pointers,
         a,
         b.transpose(1, 2),
         a_scale,
         b_scale.transpose(1, 2),
-        held.strides[k],
-        held.strides[k],
-        held.strides[n],
-        *held.layouts,
+        memory.strides[k],
+        memory.strides[k],
+        memory.strides[n],
+        *memory.layouts,
         sizes,
         offsets,
-        held.workspace,
+        memory.workspace,
     )

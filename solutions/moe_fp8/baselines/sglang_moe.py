@@ -1,24 +1,24 @@
 """SGLang's kernels: the pipeline of its CUTLASS FP8 experts, from the package sglang-kernel.
 
-What: `moe_fused_gate` routes, `prepare_moe_input` sorts the pairs by expert, `shuffle_rows` copies
+`moe_fused_gate` routes, `prepare_moe_input` sorts the pairs by expert, `shuffle_rows` copies
 tokens and scales to their rows, `fp8_blockwise_scaled_grouped_mm` multiplies, `silu_and_mul` and
-the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` combines. The order
-and the arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of
-the input, which is FP8 here. No host sync; pointer arrays and the like are kept between calls.
+the per-token-group quantisation lie between the GEMMs, `apply_shuffle_mul_sum` combines. Order and
+arguments are those of SGLang's `cutlass_fused_experts_fp8`, without its quantisation of the input,
+which is FP8 here. No host sync; calls reuse pointer arrays and scratch memory.
 
-sglang-kernel 0.4.10 has no `moe_fused_gate`, whose place a Triton kernel of the package sglang has
-taken: there the Triton kernel of `triton_stages` routes.
+sglang-kernel 0.4.10 has no `moe_fused_gate`: the package sglang replaced it by a Triton kernel.
+With that release the Triton kernel of `triton_stages` routes.
 
-Expert parallelism: ids become local ones and pairs of other ranks get ids that no local expert
-has, which `prepare_moe_input` skips. What it then leaves unset in its two maps is set beforehand:
-token 0 where rows are gathered, a row of zeros where outputs are combined. As in SGLang, buffers
-and the kernels between the GEMMs cover 8 rows a token whatever the routing.
+Expert parallelism: ids become local ids, and pairs of other ranks get ids outside of the local
+experts, which `prepare_moe_input` skips. It leaves their entries of its two maps unset, so defaults
+are written first: token 0 in the gather, a row of zeros in the combine. As in SGLang, buffers and
+the kernels between the GEMMs cover 8 rows a token for any routing.
 
-The definition has the up projection first in GEMM1's output, SGLang's activation wants the gate
-first. SGLang settles this once, where it loads the weights; a solution is given them anew in every
-call. So the halves of GEMM1's output are swapped instead, in place, by a Triton kernel that touches
-the rows in use only; its time counts as part of the activation's. The routing weights are rounded
-to bfloat16, as SGLang does for `apply_shuffle_mul_sum`.
+The definition has up first in GEMM1's output, SGLang's activation needs gate first. SGLang swaps
+them once, when it loads the weights, but a solution gets its weights anew in every call. So a
+Triton kernel swaps the halves of GEMM1's output in place, in the rows in use; its time counts as
+part of the activation. The routing weights are rounded to bfloat16, as SGLang does for
+`apply_shuffle_mul_sum`.
 """
 
 from types import ModuleType
@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
-from .held import HeldPerStream
+from ..call import BLOCK, DEEPSEEK_V3, FP8_MAX, MoeInputs, MoeShape, bounded_offset, run_of
+from .per_stream import PerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .shared import begin, route
-from .supported import BLACKWELL, HOPPER, on_its_device
+from .supported import SM90, SM100, on_its_device
 
 SOLUTION = {
     "name": "sglang_moe",
@@ -38,29 +38,28 @@ SOLUTION = {
     "dependencies": ["torch", "triton", "sglang-kernel>=0.4.3"],
 }
 
-FP8_MAX = 448.0
 SMALLEST_AMAX = 1e-10
-"""What the quantisation kernel takes for a block of zeros; it accepts no other value."""
+"""The maximum that the quantisation kernel assumes for a block of zeros; it accepts only this."""
 
 
-class Tables(NamedTuple):
-    """What `prepare_moe_input` says of the experts."""
+class ExpertSizes(NamedTuple):
+    """The experts' offsets and GEMM sizes, written by `prepare_moe_input`."""
 
     offsets: torch.Tensor  # [E+1] int32, first row of each expert
     sizes1: torch.Tensor  # [E, 3] int32: rows, n, k of GEMM1
     sizes2: torch.Tensor  # [E, 3] int32
 
 
-@HeldPerStream
-def tables(device: torch.device, experts: int) -> Tables:
+@PerStream
+def expert_sizes(device: torch.device, experts: int) -> ExpertSizes:
     dims = ((experts + 1,), (experts, 3), (experts, 3))
-    return Tables(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
+    return ExpertSizes(*(torch.empty(d, dtype=torch.int32, device=device) for d in dims))
 
 
-def choose(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
-    """(weights, ids) of every token's experts, `[T, top_k]` float32 and int32."""
+def choose_experts(sgl: ModuleType, inputs: MoeInputs, shape: MoeShape) -> tuple[torch.Tensor, ...]:
+    """Return weights and ids of every token's experts, `[T, top_k]` float32 and int32."""
     if hasattr(sgl, "moe_fused_gate"):
-        assert inputs.routing_bias is not None  # as the shape has it
+        assert inputs.routing_bias is not None  # the shape has a bias
         return sgl.moe_fused_gate(
             inputs.routing_logits,
             inputs.routing_bias.float(),
@@ -93,7 +92,7 @@ class SglangLayer:
             RuntimeError: the GPU is not supported, or the package is not installed.
         """
         shape = self.shape
-        gpus = HOPPER + BLACKWELL
+        gpus = SM90 + SM100
         tokens, sgl = begin(inputs, output, shape, gpus, "sgl_kernel", REQUIREMENT)
         if tokens == 0:
             return
@@ -101,12 +100,12 @@ class SglangLayer:
 
         experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
         rows = tokens * shape.top_k
-        held = layer_scratch(output.device, shape)
-        offsets, sizes1, sizes2 = tables(output.device, experts)
+        memory = layer_scratch(output.device, shape)
+        offsets, sizes1, sizes2 = expert_sizes(output.device, experts)
         new = output.new_empty
         fp8, f32 = torch.float8_e4m3fn, torch.float32
 
-        weights, ids = choose(sgl, inputs, shape)
+        weights, ids = choose_experts(sgl, inputs, shape)
         ids.sub_(bounded_offset(int(inputs.local_expert_offset), experts))
         token_of_row = output.new_zeros(rows, dtype=torch.int32)
         row_of_pair = output.new_full((rows,), rows, dtype=torch.int32)
@@ -128,7 +127,7 @@ class SglangLayer:
         a_scale = sgl.shuffle_rows(scale, token_of_row, (rows, h // BLOCK))
         g = new((rows, 2 * i))
         w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
-        grouped_gemm(held, a, a_scale, w13, w13_scale, g, sizes1, offsets[:-1])
+        grouped_gemm(memory, a, a_scale, w13, w13_scale, g, sizes1, offsets[:-1])
 
         gate_first(g, offsets[experts:])
         c = new((rows, i))
@@ -139,7 +138,7 @@ class SglangLayer:
         o = new((rows + 1, h))
         o[rows].zero_()
         w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
-        grouped_gemm(held, q, q_scale, w2, w2_scale, o[:rows], sizes2, offsets[:-1])
+        grouped_gemm(memory, q, q_scale, w2, w2_scale, o[:rows], sizes2, offsets[:-1])
 
         sgl.apply_shuffle_mul_sum(o, output, row_of_pair, weights)
 

@@ -1,4 +1,4 @@
-"""How a call of a baseline begins, and what those with Triton stages write on their way."""
+"""The start of a baseline's call, and the buffers of baselines with Triton stages."""
 
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +21,7 @@ def begin(
     module: str,
     requirement: str,
 ) -> tuple[int, ModuleType]:
-    """Check what is given and what is there; the number of tokens and the library's module.
+    """Check arguments, GPU and packages; return the number of tokens and the library's module.
 
     Raises:
         ValueError: an argument is wrong.
@@ -44,14 +44,14 @@ def route(inputs: MoeInputs, shape: MoeShape, routed: "Routed") -> None:
 
 
 class Tables(NamedTuple):
-    """Where the tokens go."""
+    """The experts of every token, and the row of every pair."""
 
     routed: "Routed"
     rows: "Rows"
 
 
 class Buffers(NamedTuple):
-    """What lies between the stages: `[R, ...]`, or `[E, max_rows, ...]` in the masked layout."""
+    """The tensors between the stages: `[R, ...]`, or `[E, max_rows, ...]` in the masked layout."""
 
     a: torch.Tensor  # [..., H] float8_e4m3fn
     a_scale: torch.Tensor  # [..., H/128] float32
@@ -68,7 +68,7 @@ def new_tables(
     device: torch.device,
     counts: torch.Tensor | None = None,
 ) -> Tables:
-    """For `rows` rows; `counts` as `triton_stages.new_rows` has it."""
+    """Return uninitialised tables for `rows` rows; `counts` as in `triton_stages.new_rows`."""
     from .triton_stages import new_routed, new_rows
 
     return Tables(new_routed(tokens, shape, device), new_rows(tokens, rows, shape, device, counts))
@@ -81,12 +81,12 @@ def new_buffers(
     by_row: bool = False,
     copied: bool = True,
 ) -> Buffers:
-    """Uninitialised.
+    """Return uninitialised buffers.
 
     Args:
-        lead: dimensions of the rows.
-        by_row: scales lie row by row, otherwise contiguous along the rows.
-        copied: tokens are copied to their rows; if not, `a` has no columns.
+        lead: the dimensions of the rows.
+        by_row: a row's scales are contiguous, else a block's scales of all rows.
+        copied: tokens are copied to their rows, else `a` has no columns.
     """
     h, i = shape.hidden_size, shape.intermediate_size
 

@@ -1,4 +1,4 @@
-"""The GPUs that a baseline's library has kernels for."""
+"""The GPUs that a baseline's library supports."""
 
 import contextlib
 import functools
@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 
 Capability = tuple[int, int]
-Call = TypeVar("Call", bound=Callable[..., None])
+Function = TypeVar("Function", bound=Callable[..., None])
 
-HOPPER: tuple[Capability, ...] = ((9, 0),)
-BLACKWELL: tuple[Capability, ...] = ((10, 0), (10, 3))
-"""The data-centre GPUs: B200, GB200 and B300, GB300."""
+SM90: tuple[Capability, ...] = ((9, 0),)
+SM100: tuple[Capability, ...] = ((10, 0), (10, 3))
+"""B200 and GB200, B300 and GB300."""
 
 
 def number(capability: Capability) -> str:
@@ -21,30 +21,30 @@ def number(capability: Capability) -> str:
 
 @functools.cache
 def require_gpu(device: torch.device, capabilities: tuple[Capability, ...]) -> None:
-    """Refuse a device before a library does so in its own way.
+    """Refuse an unsupported device with a message of our own, before the library fails.
 
     Raises:
-        RuntimeError: it is not a GPU of one of these compute capabilities.
+        RuntimeError: the device is not a GPU of one of these compute capabilities.
     """
-    given = device.type
+    got = device.type
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability in capabilities:
             return
-        given = f"sm_{number(capability)}"
+        got = f"sm_{number(capability)}"
     needed = "/".join(map(number, capabilities))
-    raise RuntimeError(f"unsupported on {given} (needs sm_{needed})")
+    raise RuntimeError(f"unsupported on {got} (needs sm_{needed})")
 
 
-def on_its_device(call: Call) -> Call:
-    """Makes the output's device the current one for the call: the libraries launch on that."""
+def on_its_device(call: Function) -> Function:
+    """Decorate a call to make the output's device current: libraries launch on the current one."""
 
     @functools.wraps(call)
     def guarded(*arguments, **named) -> None:
         output = next((a for a in arguments if isinstance(a, torch.Tensor)), None)
-        if output is None:  # the call says what is wrong
+        if output is None:  # the call raises an error for its arguments
             return call(*arguments, **named)
-        # Not by kernels.architectures, which would pack our kernels into every bundle of a peer.
+        # Not `architectures.on_device`, whose import would pack our kernels into a peer's bundle.
         on_gpu = output.device.type == "cuda"
         with torch.cuda.device(output.device) if on_gpu else contextlib.nullcontext():
             call(*arguments, **named)

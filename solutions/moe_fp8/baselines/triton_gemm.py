@@ -1,9 +1,9 @@
 """Grouped FP8 GEMM with block scales in Triton, over blocks of rows that belong to one expert.
 
-The manner of the fused MoE kernels that serving engines ship: rows are sorted by expert and each
-expert padded to whole blocks, so that a tile has one expert; the first GEMM gathers the rows of A
-by token; the products of every 128 columns of K are scaled by one factor a row and summed in
-float32. A grid of fixed size strides over the tiles, whose number only the device knows.
+It works like the fused MoE kernels of serving engines. Rows are sorted by expert, and each expert
+is padded to whole blocks, so that a tile has one expert. The first GEMM gathers the rows of A by
+token. The products of every 128 columns of K are scaled by one factor a row and summed in float32.
+A grid of fixed size strides over the tiles, because only the device knows their number.
 """
 
 from dataclasses import dataclass, fields
@@ -18,19 +18,19 @@ from .triton_stages import Rows, processors
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What can be tuned.
+class TileConfig:
+    """The tuning parameters of the GEMM.
 
     Attributes:
-        block_m: rows of a tile, to which every expert is padded: a power of two from 16.
-        block_n: columns of a tile: a power of two that divides 128.
-        group_m: row blocks that share a block of weights before the next one is read.
-        warps: of a program.
+        block_m: rows of a tile, a power of two from 16. Every expert is padded to a multiple.
+        block_n: columns of a tile: a power of two from 16 to 128.
+        group_m: row blocks that use one block of weights before the next block is read.
+        warps: warps of a program.
         stages: pipeline stages along K.
-        swap_ab: compute the transposed tile, so that the rows, of which there are few, become the
-            narrow side of the tensor cores' instruction; needs `block_n` of 64 or 128 to pay.
-        tma: load the weights by TMA rather than by cp.async.
-        programs: the most programs a multiprocessor; tiles beyond are loop iterations.
+        swap_ab: compute the transposed tile, so that the few rows are the narrow side of the MMA.
+            It pays with `block_n` of 64 or 128.
+        tma: load the weights by TMA instead of cp.async.
+        programs: the most programs a multiprocessor. Further tiles are loop iterations.
     """
 
     block_m: int
@@ -49,13 +49,13 @@ class Tile:
             raise ValueError(f"block_n={self.block_n}: expected 16, 32, 64 or 128")
 
     def __str__(self) -> str:
-        """The call that makes it."""
+        """Return the constructor call."""
         more = [f for f in fields(self)[2:] if getattr(self, f.name) != f.default]
-        said = [
+        arguments = [
             f"{self.block_m}, {self.block_n}",
             *(f"{f.name}={getattr(self, f.name)}" for f in more),
         ]
-        return f"Tile({', '.join(said)})"
+        return f"TileConfig({', '.join(arguments)})"
 
 
 def grouped_gemm(
@@ -65,12 +65,12 @@ def grouped_gemm(
     b_scale: torch.Tensor,  # [E, N/128, K/128] float32
     out: torch.Tensor,  # [R, N] bfloat16
     rows: Rows,  # placed with `align=tile.block_m`
-    tile: Tile,
+    tile: TileConfig,
     gather: bool,
 ) -> None:
-    """`out[r] = a[token_of_row[r] if gather else r] @ b[expert_of_row[r]].T`, with block scales.
+    """Compute `out[r] = a[token_of_row[r] if gather else r] @ b[expert_of_row[r]].T`, block-scaled.
 
-    Padding rows of `out` are written too, with anything.
+    Padding rows of `out` get any values.
     """
     experts, n, k = b.shape
     blocks = rows.token_of_row.shape[0] // tile.block_m * (n // tile.block_n)
@@ -160,7 +160,7 @@ def _grouped_gemm_kernel(
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        # Stages named here are those of all loads; a kernel's `num_stages` leaves the scales out.
+        # `num_stages` of the loop covers all loads; a kernel's would leave out the scales.
         for k in tl.range(0, K_BLOCKS, num_stages=STAGES):
             x = tl.load(a_tile + k * BLOCK_K)
             if TMA:

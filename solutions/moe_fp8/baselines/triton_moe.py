@@ -1,12 +1,12 @@
-"""All Triton, in the manner of the fused MoE kernels that serving engines ship for Hopper.
+"""The layer in Triton alone, like the fused MoE kernels of serving engines for Hopper.
 
-What: routing and placement kernels sort the (token, expert) pairs by expert and pad each expert to
-whole blocks of rows; a block-FP8 grouped GEMM works on these blocks (`triton_gemm`), gathering its
-rows by token, so that no row is copied; SwiGLU + FP8, the second GEMM and the weighted combine
-follow. Six launches, no host sync, buffers kept until the number of tokens changes.
+Routing and placement kernels sort the (token, expert) pairs by expert and pad each expert to whole
+blocks of rows. A block-FP8 grouped GEMM works on these blocks (`triton_gemm`). It gathers its rows
+by token, so no row is copied. SwiGLU + FP8, the second GEMM and the weighted combine follow. Six
+launches, no host sync; buffers are reused until the number of tokens changes.
 
-Tiles of 16 to 128 rows, by the number of tokens, from a table tuned for this layer. For few rows
-the operands are swapped, so that the weights fill the wide side of the tensor cores.
+Tiles have 16 to 128 rows, by the number of tokens, from a table tuned for this layer. For few rows
+the operands are swapped, so that the weights are the wide side of the MMA.
 """
 
 import functools
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
-from .held import HeldPerStream
+from .per_stream import PerStream
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
-from .supported import BLACKWELL, HOPPER, on_its_device
+from .supported import SM90, SM100, on_its_device
 
 if TYPE_CHECKING:
-    from .triton_gemm import Tile
+    from .triton_gemm import TileConfig
 
 SOLUTION = {
     "name": "triton_moe",
@@ -33,40 +33,40 @@ SOLUTION = {
 
 
 @functools.cache
-def tile_table() -> "tuple[tuple[float, tuple[Tile, Tile]], ...]":
-    """Tiles of the two GEMMs, with the tokens up to which they serve; their rows are the same.
+def tile_table() -> "tuple[tuple[float, tuple[TileConfig, TileConfig]], ...]":
+    """Return the most tokens and the configs of the two GEMMs, which have equal `block_m`.
 
-    The winners of a search at T = 1, 16, 80, 901 and 14107 on an H200, 2026-11-21: 47, 155, 302,
-    401 and 1951 us for the two GEMMs (docs/notes/baselines.md).
+    A search on an H200 found them (docs/notes/baselines.md).
     """
-    from .triton_gemm import Tile
+    from .triton_gemm import TileConfig
 
-    few = Tile(16, 128, stages=6, swap_ab=True)
+    swapped = functools.partial(TileConfig, swap_ab=True)
+    few = swapped(16, 128, stages=6)
     return (
-        (8, (few, Tile(16, 128, swap_ab=True))),
-        (48, (few, Tile(16, 64, stages=5, swap_ab=True))),
-        (256, (Tile(16, 128, stages=6, swap_ab=True, tma=True), Tile(16, 128, swap_ab=True))),
-        (1024, (Tile(64, 128, swap_ab=True, tma=True), Tile(64, 128, warps=8, programs=2))),
+        (8, (few, swapped(16, 128))),
+        (48, (few, swapped(16, 64, stages=5))),
+        (256, (swapped(16, 128, stages=6, tma=True), swapped(16, 128))),
+        (1024, (swapped(64, 128, tma=True), TileConfig(64, 128, warps=8, programs=2))),
         (
             math.inf,
             (
-                Tile(64, 128, group_m=4, stages=3, programs=2),
-                Tile(64, 128, group_m=4, tma=True, programs=2),
+                TileConfig(64, 128, group_m=4, stages=3, programs=2),
+                TileConfig(64, 128, group_m=4, tma=True, programs=2),
             ),
         ),
     )
 
 
-def tiles(tokens: int) -> "tuple[Tile, Tile]":
-    """Tiles of the two GEMMs for a number of tokens."""
-    return next(tiles for most, tiles in tile_table() if tokens <= most)
+def tiles(tokens: int) -> "tuple[TileConfig, TileConfig]":
+    """Return the configs of the two GEMMs for a number of tokens."""
+    return next(configs for most, configs in tile_table() if tokens <= most)
 
 
-@HeldPerStream
+@PerStream
 def buffers(
     tokens: int, align: int, shape: MoeShape, device: torch.device
 ) -> tuple[Tables, Buffers]:
-    """For a number of tokens."""
+    """Return tables and buffers for a number of tokens."""
     from .triton_stages import row_bound
 
     bound = row_bound(tokens, shape, align)
@@ -92,7 +92,7 @@ class TritonLayer:
             RuntimeError: the GPU is not supported, or Triton is not installed.
         """
         shape = self.shape
-        tokens, _ = begin(inputs, output, shape, HOPPER + BLACKWELL, "triton", "triton")
+        tokens, _ = begin(inputs, output, shape, SM90 + SM100, "triton", "triton")
         if tokens == 0:
             return
         from . import triton_stages as stages

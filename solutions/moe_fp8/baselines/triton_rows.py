@@ -1,6 +1,6 @@
-"""Rows of experts that are in order already: into another layout, and cleared where there are none.
+"""Kernels for rows that are already sorted by expert: copies to another layout, and zeros.
 
-Triton is imported here: what must be importable without it imports this module when it is called.
+This module imports Triton. Modules that must work without Triton import this one in a function.
 """
 
 import torch
@@ -10,12 +10,12 @@ import triton.language as tl
 from .triton_stages import Rows
 
 SHARE = 128
-"""Rows of a program."""
+"""Rows of one program."""
 ZERO_COLUMNS = 2048
 
 
 def new_rows(total: int, experts: int, align: int, device: torch.device) -> Rows:
-    """Uninitialised output of `align_rows`, for any boundaries of so many rows."""
+    """Return uninitialised tables for `align_rows`, for any boundaries of `total` rows."""
     bound = total + min(total, experts) * (align - 1)
 
     def new(*dims: int) -> torch.Tensor:
@@ -25,12 +25,12 @@ def new_rows(total: int, experts: int, align: int, device: torch.device) -> Rows
 
 
 def align_rows(m_indptr: torch.Tensor, rows: Rows, align: int) -> None:
-    """Where the rows go when every expert begins at a multiple of `align`.
+    """Write the tables of a copy to rows where every expert begins at a multiple of `align`.
 
     Args:
-        m_indptr: `[E + 1]` int32, boundaries of flat rows, which are the tokens of `rows`.
-        rows: written: `pair_row` is where a flat row goes.
-        align: rows.
+        m_indptr: `[E + 1]` int32, boundaries of the flat rows, which take the place of tokens.
+        rows: the tables to write; `pair_row` is the new row of a flat row.
+        align: a number of rows.
     """
     experts = m_indptr.shape[0] - 1
     total, bound = rows.pair_row.shape[0], rows.token_of_row.shape[0]
@@ -61,7 +61,7 @@ def _align_kernel(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Every program has all experts at hand, and a share of the rows on either side."""
+    """Each program reads all experts, and writes a share of the flat and of the aligned rows."""
     lane = tl.arange(0, LANES)
     is_expert = lane < EXPERTS
     first = tl.load(m_indptr + lane, mask=is_expert, other=0)
@@ -70,16 +70,16 @@ def _align_kernel(
     start = tl.cumsum(padded, 0) - padded
 
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    of_flat = (r[:, None] >= first[None, :]) & (r[:, None] < (first + count)[None, :])
-    shift = tl.sum(tl.where(of_flat, (start - first)[None, :], 0), 1)
+    in_flat = (r[:, None] >= first[None, :]) & (r[:, None] < (first + count)[None, :])
+    shift = tl.sum(tl.where(in_flat, (start - first)[None, :], 0), 1)
     tl.store(pair_row + r, r + shift, mask=r < total)
 
-    of_aligned = (r[:, None] >= start[None, :]) & (r[:, None] < (start + count)[None, :])
-    held = tl.sum(of_aligned.to(tl.int32), 1) > 0
-    back = tl.sum(tl.where(of_aligned, (first - start)[None, :], 0), 1)
-    expert = tl.sum(tl.where(of_aligned, lane[None, :], 0), 1)
-    tl.store(token_of_row + r, tl.where(held, r + back, -1), mask=r < bound)
-    tl.store(expert_of_row + r, tl.where(held, expert, -1), mask=r < bound)
+    in_aligned = (r[:, None] >= start[None, :]) & (r[:, None] < (start + count)[None, :])
+    used = tl.sum(in_aligned.to(tl.int32), 1) > 0
+    back = tl.sum(tl.where(in_aligned, (first - start)[None, :], 0), 1)
+    expert = tl.sum(tl.where(in_aligned, lane[None, :], 0), 1)
+    tl.store(token_of_row + r, tl.where(used, r + back, -1), mask=r < bound)
+    tl.store(expert_of_row + r, tl.where(used, expert, -1), mask=r < bound)
 
     if tl.program_id(0) == 0:
         tl.store(aligned_indptr + lane, start, mask=is_expert)
@@ -91,7 +91,7 @@ def zero_from(
     out: torch.Tensor,  # [E, max_rows, N] bfloat16, contiguous
     counts: torch.Tensor,  # [E] int32
 ) -> None:
-    """Zero the rows of every expert from its count on; the others are not touched."""
+    """Zero every expert's rows from its count on. Other rows are not touched."""
     experts, max_rows, columns = out.shape
     _zero_from_kernel[(experts * max_rows, triton.cdiv(columns, ZERO_COLUMNS))](
         out, counts, max_rows, COLUMNS=columns, TILE=ZERO_COLUMNS

@@ -1,29 +1,30 @@
 """The stages around the grouped GEMMs in Triton: routing, scatter, SwiGLU + FP8, combine.
 
-Grouped GEMM libraries take rows in expert order and leave the rest to their user. A call is
+Grouped GEMM libraries take rows in expert order and leave the rest to their user. A call has these
+stages, one launch each:
 
     route     logits -> expert ids and weights of every token
     place     ids -> the row of every (token, local expert) pair, and the tables of the rows
-    scatter   tokens and their scales -> those rows
+    scatter   tokens and their scales -> their rows
     (GEMM1)
     swiglu_quant
     (GEMM2)
     combine   rows -> tokens, weighted
 
-each one launch. Nothing is read on the host and no result depends on the order in which programs
-run: rows are experts ascending, tokens ascending within one. Everything is written to buffers that
-the caller allocates, of sizes that follow from the number of tokens alone.
+The host reads nothing from the GPU, and no result depends on the order of the programs: rows are
+sorted by expert, then by token. The caller allocates all buffers; their sizes follow from the
+number of tokens alone.
 
-Three layouts of the rows share all of it:
+All stages support three layouts of the rows:
 
     flat      `align=1`: experts follow each other without a gap
     aligned   `align=128`, or another power of two: every expert begins at a multiple
-    masked    `max_rows=m`: expert e owns rows `e * m` on, as many as its count says
+    masked    `max_rows=m`: expert e's rows begin at `e * m`, with a count for each expert
 
 Scales of rows may have any strides: `[R, K/128]` row by row, its transpose of a `[K/128, R]`
-buffer (K-major, as TMA and DeepGEMM want it), or `[E, max_rows, K/128]` for the masked layout.
+buffer (K-major, for TMA and DeepGEMM), or `[E, max_rows, K/128]` for the masked layout.
 
-Triton is imported here: what must be importable without it imports this module when it is called.
+This module imports Triton. Modules that must work without Triton import this one in a function.
 """
 
 import functools
@@ -37,44 +38,43 @@ from ..call import BLOCK, TMA_ROWS, MoeShape, bounded_offset
 
 FP8_MAX = tl.constexpr(448.0)
 EPSILON = tl.constexpr(1e-20)
-"""Keeps the weights finite where the sigmoid of every chosen logit underflows to zero."""
+"""A summand that keeps the weights finite if every chosen sigmoid underflows to zero."""
 
 FEW_TOKENS = 1024
-"""Up to here a routing program takes `TOKENS_OF_FEW` tokens, so that all of the GPU routes."""
-TOKENS_OF_FEW = 4
-TOKENS_OF_MANY = 16
-"""Routing and placement on an H200, us, of 32 / 16: T=1100 36.9 / 23.0, 4096 38.9 / 32.4, 14107
-127.6 / 101.7. Of 8 the routing is faster, but the placement sums more blocks."""
+"""Most tokens with small routing blocks (`FEW_TOKENS_BLOCK`), which use the whole GPU."""
+FEW_TOKENS_BLOCK = 4
+MANY_TOKENS_BLOCK = 16
+"""Tokens of a routing program; docs/notes/baselines.md compares other sizes."""
 MARKS = 2**15
-"""Most pairs of a block times local experts: `_place_kernel` scans as many int32 in shared memory,
-of which there are 227 KB."""
+"""Most pairs of a block times local experts: `_place_kernel` scans so many int32 in the 227 KB of
+shared memory."""
 
 SCATTER_COLUMNS = 2048
 COMBINE_COLUMNS = 1024
 
 
 class Routed(NamedTuple):
-    """Where T tokens go."""
+    """The experts of T tokens."""
 
     ids: torch.Tensor  # [T, top_k] int32, best expert first
     weights: torch.Tensor  # [T, top_k] float32
     block_counts: torch.Tensor  # [blocks, E] int32: pairs of each local expert, by token block
-    block: int  # tokens of a block
+    block: int  # tokens per block
 
 
 class Rows(NamedTuple):
-    """The rows of the pairs. R rows are allocated, of which only the device knows the real ones."""
+    """The rows of the pairs. R rows are allocated; only the device knows the used ones."""
 
     pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
     token_of_row: torch.Tensor  # [R] int32, -1 where there is no pair
     expert_of_row: torch.Tensor  # [R] int32, -1 where there is no pair
     m_indptr: torch.Tensor  # [E+1] int32: where each expert's rows begin, padding included; the end
-    counts: torch.Tensor  # [C, E] int32, any strides: real rows of each expert, C times over
+    counts: torch.Tensor  # [C, E] int32, any strides: C copies of each expert's used rows
 
 
 def tokens_per_block(tokens: int, top_k: int, experts: int) -> int:
-    """Of a routing program's tokens, where so many experts are local."""
-    block = TOKENS_OF_FEW if tokens <= FEW_TOKENS else TOKENS_OF_MANY
+    """Return the tokens of a routing program for a number of local experts."""
+    block = FEW_TOKENS_BLOCK if tokens <= FEW_TOKENS else MANY_TOKENS_BLOCK
     lanes = triton.next_power_of_2(experts)
     while block > 1 and triton.next_power_of_2(block * top_k) * lanes > MARKS:
         block //= 2
@@ -82,16 +82,16 @@ def tokens_per_block(tokens: int, top_k: int, experts: int) -> int:
 
 
 def row_bound(tokens: int, shape: MoeShape, align: int = 1) -> int:
-    """The most rows that `place` uses with this alignment; a multiple of it and of 4 (TMA)."""
+    """Return the most rows that `place` uses: a multiple of `align` and of 4 (TMA)."""
     pairs = tokens * min(shape.top_k, shape.num_local_experts)
-    # An expert that is not empty pads by less than `align`; no more experts than pairs are not.
+    # A used expert has less than `align` rows of padding. There are at most as many as pairs.
     bound = pairs + min(pairs, shape.num_local_experts) * (align - 1)
     multiple = max(align, TMA_ROWS)
     return -(-bound // multiple) * multiple
 
 
 def new_routed(tokens: int, shape: MoeShape, device: torch.device) -> Routed:
-    """Uninitialised output of `route`."""
+    """Return uninitialised output for `route`."""
     block = tokens_per_block(tokens, shape.top_k, shape.num_local_experts)
     blocks = -(-tokens // block)
     pairs = (tokens, shape.top_k)
@@ -110,7 +110,7 @@ def new_rows(
     device: torch.device,
     counts: torch.Tensor | None = None,
 ) -> Rows:
-    """Uninitialised output of `place` for `rows` rows; `counts` [C, E] where the caller has it."""
+    """Return uninitialised output for `place` with `rows` rows; `counts` [C, E] if allocated."""
 
     def new(*dims: int) -> torch.Tensor:
         return torch.empty(dims, dtype=torch.int32, device=device)
@@ -122,7 +122,7 @@ def new_rows(
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a few in Triton's interpreter."""
+    """Return the multiprocessors of a GPU, or a few for Triton's interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -136,11 +136,11 @@ def route(
     shape: MoeShape,
     routed: Routed,
 ) -> None:
-    """Choose `top_k` experts for every token, as `layer.routing.choose_experts`; the best is first.
+    """Choose `top_k` experts for every token, as `reference.choose_experts`; the best is first.
 
-    Scores are sigmoids, the bias takes part in the choice only; with `renormalize` scores are the
-    logits. Where scores tie, the group or expert of the lower number is chosen. `offset` is the
-    first local expert, for the counts.
+    Scores are sigmoids, and only the choice uses the bias. With `renormalize` scores are the
+    logits. Ties go to the lower group or expert. `offset` is the first local expert, for the
+    counts.
     """
     ids, weights, block_counts, block = routed
     _route_kernel[(len(block_counts),)](
@@ -155,14 +155,14 @@ def route(
         EXPERTS=shape.num_experts,
         GROUPS=shape.n_group,
         GROUP=triton.next_power_of_2(shape.group_size),
-        KEPT=shape.topk_group,
+        TOP_GROUPS=shape.topk_group,
         RENORMALIZE=shape.routing == "renormalize",
         TOP_K=shape.top_k,
         SLOTS=triton.next_power_of_2(shape.top_k),
         LOCAL=shape.num_local_experts,
         LANES=triton.next_power_of_2(shape.num_local_experts),
         TOKENS=block,
-        num_warps=4 if block <= TOKENS_OF_FEW else 8,
+        num_warps=4 if block <= FEW_TOKENS_BLOCK else 8,
     )
 
 
@@ -179,7 +179,7 @@ def _route_kernel(
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    KEPT: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -190,7 +190,7 @@ def _route_kernel(
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     there = token < tokens
-    # Every group is padded to a power of two of places.
+    # Every group is padded to a power of two.
     SIZE: tl.constexpr = EXPERTS // GROUPS
     place = tl.arange(0, GROUPS * GROUP)
     expert = place // GROUP * SIZE + place % GROUP
@@ -208,7 +208,7 @@ def _route_kernel(
         biased = score + tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
     biased = tl.where(is_expert[None, :], biased, float("-inf"))
 
-    # A group's score is the sum of its two best; of equal ones only one is taken out.
+    # A group's score is the sum of its two best scores. Among equal scores only one is removed.
     grouped = tl.reshape(biased, (TOKENS, GROUPS, GROUP))
     member = tl.arange(0, GROUP)
     best = tl.argmax(grouped, 2)
@@ -218,8 +218,8 @@ def _route_kernel(
     own = group_score[:, :, None]
     other = group_score[:, None, :]
     ahead = (other > own) | ((other == own) & (group[None, None, :] < group[None, :, None]))
-    kept = tl.sum(ahead.to(tl.int32), 2) < KEPT
-    candidates = tl.where(kept[:, :, None], grouped, float("-inf"))
+    is_top = tl.sum(ahead.to(tl.int32), 2) < TOP_GROUPS
+    candidates = tl.where(is_top[:, :, None], grouped, float("-inf"))
     candidates = tl.reshape(candidates, (TOKENS, GROUPS * GROUP))
 
     slot = tl.arange(0, SLOTS)
@@ -259,9 +259,9 @@ def place(
 ) -> None:
     """Give every pair with a local expert a row, and fill the tables of the rows.
 
-    Every expert begins at a multiple of `align`, or, with `max_rows`, at `e * max_rows`; the
-    tables hold at least `row_bound(T, shape, align)` or `E * max_rows` rows, and `max_rows` is at
-    least T. All R entries of the tables are written.
+    Every expert begins at a multiple of `align`, or with `max_rows` at `e * max_rows`. The tables
+    have at least `row_bound(T, shape, align)` or `E * max_rows` rows, and `max_rows` is at least T.
+    All R entries of the tables are written.
     """
     blocks, experts = routed.block_counts.shape
     tokens, top_k = routed.ids.shape
@@ -316,7 +316,7 @@ def _place_kernel(
     lane = tl.arange(0, LANES)
     is_expert = lane < LOCAL
 
-    # Every program sums the counts of all blocks: cheaper than a launch that does it once.
+    # Every program sums the counts of all blocks, which is cheaper than another launch.
     SUMMED: tl.constexpr = 64
     total = tl.zeros((LANES,), dtype=tl.int32)
     before = tl.zeros((LANES,), dtype=tl.int32)
@@ -350,7 +350,7 @@ def _place_kernel(
     tl.store(token_of_row + row, token, mask=is_local)
     tl.store(expert_of_row + row, local, mask=is_local)
 
-    # This program's share of the rows without a pair.
+    # Mark this program's share of the rows without a pair.
     SHARE: tl.constexpr = 64
     first = block * SHARE
     while first < rows:
@@ -370,7 +370,7 @@ def _place_kernel(
 
 
 class ScaleAddress(NamedTuple):
-    """Where the scale of (row, block) lies: rows in groups of `group`, then strides."""
+    """The address of the scale of (row, block): rows are grouped by `group`, with these strides."""
 
     group: int
     stride_group: int
@@ -379,7 +379,7 @@ class ScaleAddress(NamedTuple):
 
 
 def scale_address(scale: torch.Tensor) -> ScaleAddress:
-    """Of scales `[R, blocks]` or `[E, max_rows, blocks]`, with any strides."""
+    """Return the strides of scales `[R, blocks]` or `[E, max_rows, blocks]`."""
     if scale.dim() == 3:
         return ScaleAddress(scale.shape[1], *scale.stride())
     return ScaleAddress(scale.shape[0], 0, *scale.stride())
@@ -387,7 +387,7 @@ def scale_address(scale: torch.Tensor) -> ScaleAddress:
 
 @triton.jit
 def _scale_offset(row, group, stride_group, stride_row):
-    """Offset of the row's first scale."""
+    """Return the offset of a row's first scale."""
     row = row.to(tl.int64)
     return row // group * stride_group + row % group * stride_row
 
@@ -399,7 +399,7 @@ def scatter(
     a: torch.Tensor,  # [R, K] or [E, max_rows, K] float8_e4m3fn, contiguous
     a_scale: torch.Tensor,  # [R, K/128] or [E, max_rows, K/128] float32, any strides
 ) -> None:
-    """Copy every token, with its scales, to the rows of its pairs; other rows stay as they are."""
+    """Copy every token, with its scales, to the rows of its pairs. Other rows are not written."""
     tokens, columns = x.shape
     top_k = rows.pair_row.shape[1]
     _scatter_kernel[(tokens, triton.cdiv(columns, SCATTER_COLUMNS))](
@@ -464,10 +464,11 @@ def swiglu_quant(
     q_scale: torch.Tensor,  # [R, I/128] or [E, max_rows, I/128] float32, any strides
     rows: Rows,
 ) -> None:
-    """`c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128 columns.
+    """Compute `c = silu(gate) * up`, then `q = fp8(c / scale)` with one scale per row and 128
+    columns.
 
-    The scale maps the largest magnitude to 448; it is 1 where that is zero. Rows without a pair
-    are neither read nor written.
+    The scale maps the largest magnitude to 448; it is 1 if the magnitude is zero. Rows without a
+    pair are neither read nor written.
     """
     columns = q.shape[-1]
     allocated = rows.token_of_row.shape[0]
@@ -515,7 +516,7 @@ def _swiglu_quant_kernel(
             c = gate / (1.0 + tl.exp(-gate)) * up
             scale = tl.max(tl.abs(c), 1) / FP8_MAX
             scale = tl.where(scale == 0.0, 1.0, scale)
-            # A quotient can exceed the range by rounding.
+            # Rounding can lift a quotient above the range.
             scaled = tl.clamp(c / scale[:, None], -FP8_MAX, FP8_MAX)
             target = q + row.to(tl.int64) * COLUMNS + column
             tl.store(target, scaled.to(q.dtype.element_ty), mask=inside)
@@ -532,7 +533,7 @@ def combine(
     rows: Rows,
     output: torch.Tensor,  # [T, H] bfloat16
 ) -> None:
-    """`output[t] = sum of weights[t, s] * o[pair_row[t, s]]` over slots in order, in float32."""
+    """Compute `output[t]`: the sum of `weights[t, s] * o[pair_row[t, s]]`, s ascending, float32."""
     tokens, columns = output.shape
     _combine_kernel[(tokens, triton.cdiv(columns, COMBINE_COLUMNS))](
         o,
@@ -561,7 +562,7 @@ def _combine_kernel(
     inside = column < COLUMNS
     total = tl.zeros((TILE,), dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        # Masked rather than branched over: the loads of all slots are under way at once.
+        # A mask instead of a branch keeps the loads of all slots in flight at once.
         row = tl.load(pair_row + token * TOP_K + k).to(tl.int64)
         weight = tl.load(weights + token * TOP_K + k)
         end = tl.where(row >= 0, COLUMNS, 0)

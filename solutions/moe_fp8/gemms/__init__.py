@@ -1,1 +1,1 @@
-"""The layer's grouped GEMM alone, as solutions of definitions of its own: one file a row layout."""
+"""The layer's grouped GEMM alone, as solutions of its own definitions: one file per row layout."""

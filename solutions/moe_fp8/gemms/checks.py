@@ -1,7 +1,6 @@
-"""The arguments of a grouped GEMM alone.
+"""Checks of the arguments of a grouped GEMM alone.
 
-Checking launches and reads nothing on a GPU: what the boundaries and counts hold is the caller's
-word.
+Checks launch nothing and read no GPU memory: the values of boundaries and counts are not checked.
 """
 
 import functools
@@ -13,25 +12,29 @@ import torch
 from ..call import BLOCK, Signature, TensorSpec, described
 
 TILE_ROWS = 128
-"""What the rows reserved for an expert are a multiple of: no tile reaches the next one's."""
+"""Divisor of an expert's reserved rows: no tile may reach the next expert's rows."""
 
 
 def validate_contiguous(a, a_scale, b, b_scale, m_indptr, out) -> None:
-    """Check the arguments of a GEMM on flat rows: a ValueError says what is wrong with which."""
+    """Check the arguments of a GEMM on flat rows.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it, what was expected and what came.
+    """
     rows, _ = _sizes("a", a, ("rows", "k"))
     _signature((rows,), *_weights(b)).check((a, a_scale, b, b_scale, m_indptr, out))
 
 
 def validate_masked(a, a_scale, b, b_scale, masked_m, expected_m, out) -> None:
-    """The same on batched rows."""
+    """Check the arguments of a GEMM on batched rows, as `validate_contiguous` does."""
     _, rows, _ = _sizes("a", a, ("experts", "max_rows", "k"))
-    of_weights = _weights(b)
+    experts, n, k = _weights(b)
     if rows % TILE_ROWS:
         raise ValueError(
             f"a: expected max_rows a multiple of {TILE_ROWS}, got {rows} (no tile may reach the "
             "next expert's rows)"
         )
-    _signature((of_weights[0], rows), *of_weights).check((a, a_scale, b, b_scale, masked_m, out))
+    _signature((experts, rows), experts, n, k).check((a, a_scale, b, b_scale, masked_m, out))
     if not isinstance(expected_m, Integral) or isinstance(expected_m, bool):
         raise ValueError(f"expected_m: expected an integer, got {type(expected_m).__name__}")
 
@@ -43,7 +46,7 @@ def _sizes(name: str, tensor: Any, dims: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _weights(b: torch.Tensor) -> tuple[int, ...]:
-    """experts, n, k."""
+    """Return experts, n, k."""
     experts, n, k = _sizes("b", b, ("experts", "n", "k"))
     if not experts or not n or not k or n % BLOCK or k % BLOCK:
         raise ValueError(
@@ -55,7 +58,7 @@ def _weights(b: torch.Tensor) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _signature(rows: tuple[int, ...], experts: int, n: int, k: int) -> Signature:
-    """`rows`: (rows,) of flat ones, (experts, max_rows) of batched ones."""
+    """Return the expected tensors; `rows` is (rows,) if flat, (experts, max_rows) if batched."""
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
     *outer, inner = rows
     if outer:

@@ -1,14 +1,14 @@
 """The layer's grouped GEMM alone, on flat rows: `[rows, K]` with the boundaries on the device.
 
-What: the kernel of flat's two GEMMs. It reads the boundaries `m_indptr` on the device; a tile that
-reaches past an expert's end stores only its own rows, so nothing is padded, and the host knows no
-more than the number of rows. Where that is no multiple of 4, the scales are copied once: TMA reads
-their rows from multiples of 16 bytes only.
+The kernel of both GEMMs of v4 (flat). It reads the boundaries `m_indptr` on the device. A tile that
+reaches past an expert's last row stores only the expert's rows, so nothing is padded, and the host
+needs only the number of rows. If that is no multiple of 4, the scales are copied once: TMA needs
+rows of scales that begin at multiples of 16 bytes.
 
-Why: a library that wants every expert's rows at multiples of a tile makes its caller copy them
-there and back, and compute the padding.
+Why: other libraries need every expert's rows at multiples of a tile. Their caller copies the rows
+there and back, and computes the padding.
 
-Expected gain over such a library: the copies, and with few rows of an expert the padding.
+Expected gain over such a library: the copies, and with few rows an expert the padding.
 """
 
 import torch
@@ -26,7 +26,7 @@ SOLUTION = {
 
 @torch.inference_mode()
 def run(a, a_scale, b, b_scale, m_indptr, out):
-    """`out[r] = a[r] @ b[expert of r]^T`, block-scaled, for the rows of every expert.
+    """Compute `out[r] = a[r] @ b[expert of r]^T`, block-scaled, for the rows of every expert.
 
     Raises:
         ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.

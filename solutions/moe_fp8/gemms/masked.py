@@ -1,14 +1,14 @@
 """The layer's grouped GEMM alone, on batched rows: `[E, max_rows, K]` and a count for each expert.
 
-What: the kernel of all generations, with the counts on the device. It computes the tiles that hold
-rows and stores nothing else; a warp of each of its CTAs that has nothing to do writes the zeros of
-the other rows while weights are read. A small kernel before it, in the same call, says where every
-expert's rows lie and copies the scales of those there are: of a block of all rows side by side.
+The kernel of all generations, with the counts on the device. It computes and stores only tiles with
+rows. An idle warp of each CTA writes the zeros of the other rows while weights are read. Before it,
+in the same call, a small kernel computes where every expert's rows lie, and copies the scales of
+these rows: a block's scales of all rows side by side.
 
-Why: the layout in which a server keeps rows whose counts its host does not know. Tiles and cluster
-are chosen by `expected_m`, the host's guess.
+Why: servers use this layout for rows whose counts the host does not know. `expected_m`, the host's
+guess, selects tiles and cluster.
 
-Expected gain over DeepGEMM's masked layout: tiles as high as the rows are few.
+Expected gain over DeepGEMM's masked layout: low tiles for few rows.
 """
 
 import torch
@@ -26,7 +26,7 @@ SOLUTION = {
 
 @torch.inference_mode()
 def run(a, a_scale, b, b_scale, masked_m, expected_m, out):
-    """`out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`; the other rows are 0.
+    """Compute `out[e, r] = a[e, r] @ b[e]^T`, block-scaled, for `r < masked_m[e]`, else 0.
 
     Raises:
         ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.

@@ -1,1 +1,1 @@
-"""The generations of the layer, a file each, and `steps`, the single kernels that they call."""
+"""The generations of the layer, a file each, and the single kernels that they call (`steps`)."""

@@ -1,8 +1,8 @@
-"""The single kernels as functions of torch tensors, which v1 to v4 call one after the other.
+"""The single kernels as functions of torch tensors: v1 to v4 call them one after the other.
 
-Each function launches one or two kernels on a GPU. On the CPU it calls the function of the same
-name in `reference`, which says exactly what is computed. Kernels are imported in the functions,
-because their modules import the compiler, which the CPU does without.
+Each function launches one or two kernels on a GPU. On the CPU it calls the function with its name
+in `reference`, which defines the result. The functions import their kernels themselves, because
+these modules import the compiler, which the CPU does not need.
 """
 
 import functools
@@ -57,11 +57,11 @@ def layer(steps: Callable[[MoeInputs, torch.Tensor, MoeShape], None]) -> Callabl
 
 
 def target_of(device: torch.device) -> str:
-    """Return what the kernels of a GPU are compiled for, `sm_90a` for example."""
+    """Return the target that kernels are compiled for, such as `sm_90a`."""
     return architectures.of_device(device).target
 
 
-class Between(NamedTuple):
+class StepBuffers(NamedTuple):
     """The tensors between the steps of v3 and v4, for R rows: views of one allocation."""
 
     a: torch.Tensor  # [R, H] float8_e4m3fn
@@ -72,11 +72,11 @@ class Between(NamedTuple):
     o: torch.Tensor  # [R, H] bfloat16
 
 
-def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> Between:
+def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> StepBuffers:
     """Return uninitialised tensors on `like`'s device; `rows` is a multiple of 4.
 
-    GEMM2 writes `o` over `a`, `a_scale` and `g`, which nothing reads any more: 2 GB rather than
-    3.6 GB at T=14107.
+    `o` shares memory with `a`, `a_scale` and `g`, because GEMM2 no longer needs these: 2 GB rather
+    than 3.6 GB at T=14107.
     """
     h, i = shape.hidden_size, shape.intermediate_size
     h_blocks, i_blocks = h // BLOCK, i // BLOCK
@@ -86,7 +86,7 @@ def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> Between:
     memory = like.new_empty(rows * (second + q + q_scale), dtype=torch.uint8)
     fp8, f32 = memory.view(torch.float8_e4m3fn), memory.view(torch.float32)
     bf16 = memory.view(torch.bfloat16)
-    return Between(
+    return StepBuffers(
         a=fp8.as_strided((rows, h), (h, 1)),
         a_scale=f32.as_strided((h_blocks, rows), (rows, 1), rows * a // 4),
         g=bf16.as_strided((rows, 2 * i), (2 * i, 1), rows * (a + a_scale) // 2),
@@ -102,7 +102,7 @@ def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> Between:
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
     """Choose each token's experts and number the rows: a row is a token and one of its experts.
 
-    Reads nothing on the host. Without `with_tokens` there is no `token_of_row`.
+    The host reads nothing from the GPU. Without `with_tokens` there is no `token_of_row`.
     """
     if not architectures.has_kernels(inputs.routing_logits.device):
         return reference.route(inputs, shape, with_tokens)
@@ -112,7 +112,7 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     logits, bias = inputs.routing_logits, inputs.routing_bias
     tokens, top_k, local = logits.shape[0], shape.top_k, shape.num_local_experts
     words, pairs = -(-tokens // WORD_TOKENS), tokens * top_k
-    # One allocation costs the host several times as much as a view.
+    # One allocation, because an allocation costs the host several times as much as a view.
     marks_at, m_indptr_at = 4 * pairs, 4 * pairs + words * local
     memory = torch.empty(m_indptr_at + local + 2, dtype=torch.int32, device=logits.device)
     slots = (tokens, top_k), (top_k, 1)
@@ -157,7 +157,7 @@ def grouped_gemm(
     expert_rows: torch.Tensor,  # [2, E] int32: first row and end of each expert
     config: Any,
 ) -> None:
-    """Compute `out = a @ b[expert].T` with block scales. Rows of no expert stay as they are."""
+    """Compute `out = a @ b[expert].T` with block scales. Rows without an expert are not written."""
     if not architectures.has_kernels(a.device):
         return reference.grouped_gemm(a, a_scale, b, b_scale, out, expert_rows)
     from ..kernels.grouped_gemm import compile_grouped_gemm
@@ -169,8 +169,8 @@ def grouped_gemm(
         wide = a_scale.new_empty((k // BLOCK, round_up(rows, TMA_ROWS)))
         a_scale = wide[:, :rows].copy_(a_scale)
     ctas = max_ctas(config, rows, n, experts, architectures.num_sms(a.device))
-    # A new counter for every launch: launches may overlap, and a captured one is replayed. It is
-    # unused with static scheduling.
+    # A new counter for every launch: launches may overlap, and a captured launch is replayed.
+    # Static scheduling does not use it.
     counter = expert_rows.new_zeros(1) if config.dynamic else expert_rows[0]
     function(a, a_scale, b, b_scale, out, expert_rows, counter, ctas)
 
@@ -200,7 +200,7 @@ def combine(
     weights: torch.Tensor,  # [T, top_k] float32
     out: torch.Tensor,  # [T, H] bfloat16
 ) -> None:
-    """Compute `out[t]`, the weighted sum of token t's rows; 0 for a token without one."""
+    """Compute `out[t]`, the weighted sum of token t's rows; 0 for a token without a row."""
     if not architectures.has_kernels(o.device):
         return reference.combine(o, pair_row, weights, out)
     from ..kernels.combine import Combine, compile_combine
@@ -212,9 +212,9 @@ def combine(
 
 # --- rows of a grouped GEMM ---------------------------------------------------------------------
 
-# Where the rows of each expert lie, as `expert_rows` [2, E] int32: first row and end. Experts come
-# in order and do not overlap. Other rows are padding: a kernel may load them, but they reach no
-# result (NaN included) and are not written. An expert begins
+# `expert_rows` [2, E] int32 holds the first row and the end of each expert. Experts come in order
+# and do not overlap. Other rows are padding: a kernel may load them, but they reach no result (NaN
+# included) and are not written. An expert begins
 #
 #   batched   at `e * max_rows`: an `[E, max_rows, K]` buffer           (DeepGEMM: masked)
 #   aligned   at a multiple of the GEMM's tile height, after a gap      (DeepGEMM: contiguous)
@@ -222,7 +222,7 @@ def combine(
 
 
 def batched_rows(rows_per_expert: torch.Tensor, max_rows: int) -> torch.Tensor:
-    """Return `expert_rows` of `[E]` int32 row counts, with `max_rows` rows for every expert."""
+    """Return `expert_rows` for `[E]` int32 row counts, with `max_rows` rows for every expert."""
     expert_rows = rows_per_expert.new_empty((2, rows_per_expert.shape[0]))
     starts, ends = expert_rows
     torch.arange(0, max_rows * starts.shape[0], max_rows, out=starts)

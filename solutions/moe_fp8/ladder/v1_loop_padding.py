@@ -1,15 +1,15 @@
 """v1, loop padding: a grouped GEMM on batched rows, with Python loops that fill and empty them.
 
-Each GEMM takes one `[E, max_rows, K]` buffer, in which every expert has as many rows as the fullest
-one needs. One Python loop asks the GPU where each expert's rows end, others copy every expert's
-rows to their place and back.
+New, the whole layer: each GEMM takes one `[E, max_rows, K]` buffer. Every expert has as many rows
+in it as the fullest expert, rounded up to 128. One Python loop reads where each expert's rows end.
+Four more loops copy every expert's rows into the buffers and back.
 
-Why: the honest starting point. The GEMM is the one that all generations share, in one tile shape
-for every problem, so all later gains are in what surrounds it. Here the host waits for the GPU once
-per expert, and four times a call it launches a few copies per expert while the GPU waits.
+Why: the plain starting point. All generations share this GEMM. v1 runs it with one tile shape for
+every problem, so later gains come from the code around it. The host waits for the GPU once per
+expert, and four times a call it launches a few copies per expert while the GPU waits.
 
-Gain: none, this is the baseline. On 19 workloads it takes 4.07 ms a call on average, of which the
-GPU works 0.88 (H100, 2026-11-27).
+Gain: none, v1 is the baseline: 4.07 ms a call, 0.88 of it on the GPU (mean of 19 workloads, H100,
+2026-11-27).
 """
 
 import torch
@@ -30,7 +30,7 @@ CONFIGS = {
 
 @steps.layer
 def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
-    """Write the layer's output; `reference` says what each step computes."""
+    """Write the layer's output. The functions of `reference` define each step."""
     x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
     experts, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     config = CONFIGS[steps.target_of(output.device)]
@@ -51,12 +51,12 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
         for e, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]
 
-    # 2. Pad: copy every expert's tokens and scales to its place.
+    # 2. Pad: copy every expert's tokens and scales to its part of the buffer.
     a = x.new_empty((experts * max_rows, h))
     a_scale = x_scale.new_empty((h // BLOCK, experts * max_rows))
     for flat, padded in slices:
         tokens = rows.token_of_row[flat]
-        # As int64: torch indexes float8 one byte a thread, where it does at all.
+        # As int64: torch indexes float8 one byte a thread, on some devices not at all.
         a.view(torch.int64)[padded] = x.view(torch.int64)[tokens]
         a_scale[:, padded] = x_scale[:, tokens]
 

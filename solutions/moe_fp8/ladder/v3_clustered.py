@@ -1,19 +1,19 @@
 """v3, clustered: TMA multicast, a tile shape for every problem, padding to the tile only.
 
-New, a cluster: two CTAs that need the same operand tile each load half of it, and TMA writes each
-half into the shared memory of both (multicast). With `cluster_n=2` the CTAs compute neighbouring
-columns and share the tokens' tile, with `cluster_m=2` neighbouring rows and share the weights'. It
-halves that operand's traffic from L2. Each CTA then frees a stage for both
-(`kernels/gemm_load.py`).
+New, a cluster: two CTAs need the same operand tile. Each loads half of it, and TMA writes each half
+into the shared memory of both (multicast), which halves the operand's traffic from L2. With
+`cluster_n=2` the CTAs compute neighbouring columns and share the tokens' tile. With `cluster_m=2`
+they compute neighbouring rows and share the weights' tile. A stage is free when both CTAs have read
+it (`kernels/gemm_load.py`).
 
-New, the config: tile, cluster and pipeline depth follow from the rows that the experts really have
-(`kernels/heuristic_sm90.py:choose`): tiles of 8 rows for a few tokens, of 192 for a prefill. The
-host waits for the routing once and picks.
+New, the config: tile, cluster and pipeline depth follow from the experts' actual row counts
+(`kernels/heuristic_sm90.py:choose`): tiles of 8 rows for a few tokens, of 192 rows for a prefill.
+The host waits for the routing once and picks.
 
-New, the rows: experts are padded to the height of that tile. A kernel copies tokens straight to
-their padded rows, and the combine reads them there, so nothing else is padded or unpadded.
+New, the rows: an expert is padded to the tile's height only. A kernel copies tokens straight to
+their padded rows. The combine reads the padded rows, so nothing is unpadded.
 
-Why: in v2 every expert reserves as many rows as the fullest one, rounded up to 128, so one row
+Why: in v2 every expert reserves as many rows as the fullest expert, rounded up to 128. One row
 costs a whole tile, and four copies only move rows between two orders. One tile shape fits neither
 three rows an expert nor five hundred.
 
@@ -38,7 +38,7 @@ SOLUTION = {"name": "cutedsl_moe_fp8_v3"}
 def counted_configs(
     counts: list[int], shape: MoeShape, choose: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    """Return both GEMMs' configs by the rows of each expert, of which there are some."""
+    """Return both GEMMs' configs for the rows of each expert; at least one expert has a row."""
     active = [count for count in counts if count]
     known = {"even": len(set(active)) == 1, "experts": len(active)}
     rows = sum(active) / len(active)
@@ -48,13 +48,13 @@ def counted_configs(
 
 @steps.layer
 def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
-    """Write the layer's output; `reference` says what each step computes."""
+    """Write the layer's output. The functions of `reference` define each step."""
     x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
 
     # 1. Route.
     rows = steps.route(inputs, shape, with_tokens=False)
-    # The expert of each pair. Row -1 (no local expert) finds expert 0, which is never shifted: it
-    # stays -1. Launched before the wait, because the host has nothing better to do then.
+    # The expert of each pair. Row -1 (no local expert) gets expert 0, whose shift is 0, and stays
+    # -1. Launched before the wait, or the host would only wait.
     expert = torch.searchsorted(rows.m_indptr[1:], rows.pair_row, right=True)
     m_indptr = rows.m_indptr.tolist()  # the one wait of a call
     counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
@@ -66,8 +66,8 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     choose = architectures.of_device(output.device).choose
     config1, config2 = counted_configs(counts, shape, choose)
 
-    # 3. Let every expert start at a multiple of both tiles' height. The host computes where, a few
-    # dozen numbers, and sends them in one copy.
+    # 3. Start every expert at a multiple of both tiles' heights. The host computes the starts, some
+    # dozens of numbers, and sends them in one copy.
     tile = lcm(config1.tile_m, config2.tile_m)
     *starts, num_rows = accumulate((round_up(count, tile) for count in counts), initial=0)
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -85,7 +85,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
     steps.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, config1)
 
-    # 6. SwiGLU, quantise; padding rows, too.
+    # 6. SwiGLU, quantise, padding rows included.
     steps.swiglu_quant(g, q, q_scale, table, shape.swiglu, shape.ue8m0)
 
     # 7. GEMM2, combine.

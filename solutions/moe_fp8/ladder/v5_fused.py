@@ -1,25 +1,26 @@
 """v5, fused: SwiGLU and FP8 in GEMM1's epilogue, and every kernel from one compiled host function.
 `cutedsl_moe_fp8_fused`.
 
-New, the epilogue (`kernels/epilogue_sm90.py:SwigluEpilogueSm90`): up and gate of a column meet in
-one thread, which writes the FP8 operand of GEMM2. A pair of CTAs shares the maxima of a scale.
+New, the epilogue (`kernels/epilogue_sm90.py:SwigluEpilogueSm90`): one thread has up and gate of a
+column, and writes the FP8 operand of GEMM2. A pair of CTAs shares the maxima of a scale.
 
 New, the launches (`kernels/fused.py:FusedMoe`): one compiled host function launches route, permute,
 GEMM1, GEMM2 and combine, four to six kernels. Each starts while its predecessor ends.
 
-New, the rows: with few of them GEMM1 gathers the tokens itself (`kernels/gemm_load.py`). With many
-a permute kernel runs first, and a spare warp of GEMM1 zeroes the tokens without a local expert.
+New, the rows: with few rows GEMM1 gathers the tokens itself (`kernels/gemm_load.py:GatheredRows`).
+With many rows a permute kernel runs first, and a spare warp of GEMM1 zeroes the tokens without a
+local expert.
 
 New, the hand-over (`kernels/sync.py:Ready`): GEMM2 takes an expert's rows as soon as GEMM1 has
-stored them, on SMs that GEMM1 has no tile for.
+stored them, on SMs without a tile of GEMM1.
 
-Why: in flat up and gate travel to memory in bfloat16 and back, with a kernel of their own for that.
-With few tokens the host spends more time on launches than the GPU on the layer.
+Why: in v4 (flat) up and gate go to memory in bfloat16, and another kernel reads them back. With few
+tokens the host spends more time on launches than the GPU on the layer.
 
 Gain over flat: 0.66 -> 0.44 ms a call, 0.42 -> 0.40 of it on the GPU (mean of 19 workloads, H100,
 2026-11-27).
 
-The bits of a token depend neither on the other tokens nor on their number.
+A token's bits depend neither on the other tokens nor on their number.
 """
 
 from ..call import DEEPSEEK_V3, MoeShape, run_of
@@ -33,10 +34,10 @@ SOLUTION = {
 
 
 def layer_at(shape: MoeShape) -> FusedLayer:
-    """Return the layer of a shape: other definitions have other sizes.
+    """Return the layer for a shape: other definitions have other sizes.
 
-    A call chooses configs for T, compiles or loads, allocates the workspace, and makes one call of
-    the compiled function, which launches everything.
+    A call chooses configs for T, compiles or loads, allocates the workspace, and calls the compiled
+    function once, which launches all kernels.
     """
     return FusedLayer(shape)
 

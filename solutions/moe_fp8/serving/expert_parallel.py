@@ -1,7 +1,7 @@
 """The whole layer on several GPUs: a rank has its share of the experts and its share of the tokens.
 
-A token's parts are added in the order of the ranks, in float32: what a reduce-scatter would do in
-bfloat16, in an order of its own, for as many bytes.
+A token's parts are added in float32, in the order of the ranks. A reduce-scatter would move as many
+bytes, but add in bfloat16 and in an order of its own.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from ..reference import quantise_rows
 if TYPE_CHECKING:
     import deep_ep
 
-# torch 2.13 gave it another name.
+# torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 DEEP_EP_BYTES = 32
-"""What DeepEP copies a token's halves in multiples of, twice."""
+"""Divisor of a packed token's bytes: DeepEP copies each half of it in multiples of 16 bytes."""
 
 Exchanged = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-"""The packed tokens that this rank computes, and what brings its part of each back to the token's
-rank and adds them: from `[n, H]` bfloat16 to `[t, H]` bfloat16."""
+"""The packed tokens that this rank computes, and a function that returns each token's part to the
+token's rank and adds the parts: `[n, H]` bfloat16 to `[t, H]` bfloat16."""
 
 
 def expert_parallel_moe(
@@ -54,37 +54,37 @@ def expert_parallel_moe(
     group: dist.ProcessGroup | None = None,
     buffer: "deep_ep.Buffer | None" = None,
 ) -> torch.Tensor:
-    """`fused_moe` of this rank's tokens over the experts of all ranks.
+    """Compute `fused_moe` for this rank's tokens over the experts of all ranks.
 
-    Rank r has experts `r * L ... r * L + L - 1`. Without a buffer every rank has as many tokens as
-    every other one, and two collective operations move them. With a buffer of DeepEP a token goes
-    to the ranks of its experts alone, ranks may have different numbers of tokens, and the host
-    waits for the number that this rank receives. A rank may have no tokens.
+    Rank r has experts `r * L ... r * L + L - 1`. Without a buffer all ranks have equally many
+    tokens, and two collective operations move them. With a DeepEP buffer a token goes only to the
+    ranks of its experts, ranks may have different numbers of tokens, and the host waits for the
+    number of tokens that this rank receives. A rank may have no tokens.
 
-    Before that every rank checks its arguments, and the ranks exchange a number to learn that all
-    of them are right: on the CPU if the group has a backend for it ("cpu:gloo,cuda:nccl"), which
-    waits for the other ranks' hosts; else ("nccl") on the GPU, which the host then waits for.
+    Every rank first checks its arguments. Then the ranks exchange a hash to agree that all
+    arguments are right. If the group has a CPU backend ("cpu:gloo,cuda:nccl"), the exchange runs on
+    the CPU and waits for the other ranks' hosts; else ("nccl") it runs on the GPU and the host
+    waits for the GPU.
 
     Args:
-        routing_logits, hidden_states, hidden_states_scale: of this rank's t tokens, as in
-            `fused_moe`; E is L times the ranks. Tokens in bfloat16 are quantised before they are
-            exchanged.
-        routing_bias: as in `fused_moe`, the same on every rank, which is not checked.
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, gate_first: of this
+        routing_logits, hidden_states, hidden_states_scale: this rank's t tokens, as in `fused_moe`;
+            E is L times the ranks. bfloat16 tokens are quantised before the exchange.
+        routing_bias: as in `fused_moe`, equal on all ranks. This is not checked.
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, gate_first: this
             rank's L experts, as in `fused_moe`.
         routed_scaling_factor, n_group, topk_group, top_k, accurate, swiglu_limit, swiglu_alpha,
-            swiglu_beta, ue8m0: as in `fused_moe`, the same on every rank.
-        group: of processes, else the default one.
-        buffer: of DeepEP, over the same group, see `deep_ep_buffer`: its `dispatch` and `combine`
-            for high throughput are called.
+            swiglu_beta, ue8m0: as in `fused_moe`, equal on all ranks.
+        group: a process group, else the default group.
+        buffer: a DeepEP buffer over the same group, see `deep_ep_buffer`. Its `dispatch` and
+            `combine` for high throughput are called.
 
     Returns:
         `[t, H]` bfloat16.
 
     Raises:
-        ValueError: an argument is wrong on a rank, or differs between ranks where it must not. No
-            token was exchanged. The same error is raised on every rank; its message names the
-            argument and the rank.
+        ValueError: an argument is wrong on a rank, or must be equal on all ranks and is not. No
+            token was exchanged. Every rank raises the same error; its message names the argument
+            and the rank.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     inputs = MoeInputs._make((
@@ -112,7 +112,7 @@ def expert_parallel_moe(
     if buffer is None:
         received, returned = _to_all_ranks(packed, group)
     else:
-        # The width of an expert is nothing to the routing.
+        # The routing does not depend on an expert's width.
         shape = MoeShape(experts, experts, hidden, BLOCK, n_group, topk_group, top_k)
         chosen = _experts_of(logits, routing_bias, shape)
         received, returned = _to_ranks_of(chosen, packed, experts, buffer)
@@ -124,9 +124,9 @@ def expert_parallel_moe(
 def deep_ep_buffer(
     experts: int, hidden: int, group: dist.ProcessGroup | None = None
 ) -> "deep_ep.Buffer":
-    """A buffer for `expert_parallel_moe` with E experts and width H, on the GPUs of one host.
+    """Return a buffer for `expert_parallel_moe` with E experts and width H, on one host's GPUs.
 
-    `destroy()` it before the group.
+    Call its `destroy()` before the group is destroyed.
 
     Raises:
         ImportError: DeepEP is not installed.
@@ -134,7 +134,7 @@ def deep_ep_buffer(
     import deep_ep
 
     ranks = dist.get_world_size(group)
-    widest = max(_padded(sum(_widths(experts, hidden))), 2 * hidden)  # there, and back
+    widest = max(_padded(sum(_widths(experts, hidden))), 2 * hidden)  # dispatch, combine
     configs = deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)
     needed = max(config.get_nvl_buffer_size_hint(widest, ranks) for config in configs)
     return deep_ep.Buffer(group or dist.group.WORLD, needed, explicitly_destroy=True)
@@ -143,7 +143,7 @@ def deep_ep_buffer(
 def _checked(
     inputs: MoeInputs, options: dict[str, Any], ranks: int, buffer: Any
 ) -> dict[str, Any] | str:
-    """What must be the same on every rank, or, if an argument is wrong here, what is wrong."""
+    """Return the values that must be equal on all ranks, or, if an argument is wrong, a message."""
     try:
         refuse_gradients(inputs, None)
         layer, _, output = call_of(fused_moe, *inputs[:8], **options)
@@ -177,11 +177,12 @@ def _checked(
 
 
 def _agree(mine: dict[str, Any] | str, x: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank unless what `_checked` found is right and the same.
+    """Raise the same ValueError on every rank unless all results of `_checked` are right and equal.
 
-    Every rank makes the same collective calls whatever it found, so that none waits for one that
-    has raised: one of a hash, and, unless all are right and equal, one of what was found. The first
-    is an all-to-all: gloo's all-gather is a ring and takes twice as long with 8 ranks.
+    Every rank makes the same collective calls, whatever its result, so that none waits for a rank
+    that has raised. The first call exchanges a hash. The second one exchanges the results, unless
+    all are right and equal. The first is an all-to-all: gloo's all-gather is a ring and takes twice
+    as long with 8 ranks.
     """
     ranks = dist.get_world_size(group)
     on_gpu = x.device if getattr(x, "is_cuda", False) else "cuda"
@@ -192,13 +193,13 @@ def _agree(mine: dict[str, Any] | str, x: Any, group: dist.ProcessGroup | None) 
     dist.all_to_all_single(hashes, hashed, group=group)
     if isinstance(mine, dict) and torch.equal(hashes, hashed):
         return
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, mine, group=group)
-    for rank, wrong in enumerate(found):
-        if isinstance(wrong, str):
-            raise ValueError(f"rank {rank}: {wrong}")
-    for name in found[0]:
-        values = [repr(of_rank[name]) for of_rank in found]
+    results: list[Any] = [None] * ranks
+    dist.all_gather_object(results, mine, group=group)
+    for rank, result in enumerate(results):
+        if isinstance(result, str):
+            raise ValueError(f"rank {rank}: {result}")
+    for name in results[0]:
+        values = [repr(result[name]) for result in results]
         if len(set(values)) > 1:
             raise ValueError(
                 f"{name}: expected the same on every rank, got {', '.join(values)} "
@@ -207,7 +208,7 @@ def _agree(mine: dict[str, Any] | str, x: Any, group: dist.ProcessGroup | None) 
 
 
 def _to_all_ranks(packed: torch.Tensor, group: dist.ProcessGroup | None) -> Exchanged:
-    """By an all-gather, and back by an all-to-all."""
+    """Exchange tokens by an all-gather, and parts by an all-to-all."""
     ranks, tokens = dist.get_world_size(group), packed.shape[0]
     gathered = packed.new_empty(ranks * tokens, packed.shape[1])
     _all_gather(gathered, packed, group=group)
@@ -227,23 +228,23 @@ def _to_all_ranks(packed: torch.Tensor, group: dist.ProcessGroup | None) -> Exch
 def _to_ranks_of(
     chosen: torch.Tensor, packed: torch.Tensor, experts: int, buffer: "deep_ep.Buffer"
 ) -> Exchanged:
-    """By DeepEP, whose values are bfloat16, or FP8 with a scale for 128: here, any two bytes."""
-    of_rank, _, of_expert, in_rank, _ = buffer.get_dispatch_layout(chosen, experts)
+    """Exchange tokens and parts by DeepEP. It takes the packed bytes as bfloat16 values."""
+    rank_tokens, _, expert_tokens, in_rank, _ = buffer.get_dispatch_layout(chosen, experts)
     width = packed.shape[1]
     padded = torch.nn.functional.pad(packed, (0, _padded(width) - width))
     received, _, _, _, handle, _ = buffer.dispatch(
         padded.view(torch.bfloat16),
-        num_tokens_per_rank=of_rank,
+        num_tokens_per_rank=rank_tokens,
         is_token_in_rank=in_rank,
-        num_tokens_per_expert=of_expert,
+        num_tokens_per_expert=expert_tokens,
     )
     rows = received.view(torch.uint8)[:, :width]
     return rows, lambda partial: buffer.combine(partial, handle)[0]
 
 
 def _experts_of(logits: torch.Tensor, bias: torch.Tensor | None, shape: MoeShape) -> torch.Tensor:
-    """`[t, top_k]` int64: of every token, by the routing of the layer as if all experts were here,
-    which numbers the pairs by expert."""
+    """Return the experts of every token, `[t, top_k]` int64. The layer's routing runs as if all
+    experts were local, and a pair's row tells its expert."""
     nothing = logits.new_empty(0)
     inputs = MoeInputs._make((logits, bias, *6 * (nothing,), 0, 1.0))
     rows = steps.route(inputs, shape, with_tokens=False)
@@ -251,21 +252,21 @@ def _experts_of(logits: torch.Tensor, bias: torch.Tensor | None, shape: MoeShape
 
 
 def _widths(experts: int, hidden: int) -> list[int]:
-    """Bytes of a token's logits, values and scales."""
+    """Return the bytes of a token's logits, values and scales."""
     return [4 * experts, hidden, hidden // BLOCK * 4]
 
 
 def _padded(width: int) -> int:
-    """Bytes of a token as DeepEP copies them."""
+    """Return the bytes of a token that DeepEP copies."""
     return width + -width % DEEP_EP_BYTES
 
 
 def _packed(logits: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
-    """Logits, values and scales of every token side by side: `[t, 4 E + H + H/32]` uint8."""
-    # A copy of a single token's scales, too, which may lie apart.
+    """Return each token's logits, values and scales as one row: `[t, 4 E + H + H/32]` uint8."""
+    # Copies a single token's scales, too: they may have gaps.
     by_token = x_scale.t().clone(memory_format=torch.contiguous_format)
     parts = zip((logits, x, by_token), _widths(logits.shape[1], x.shape[1]), strict=True)
-    # As bytes by way of one dimension: without a token the strides of two may be anything.
+    # View as bytes in one dimension: without a token, strides of two dimensions may be anything.
     flat = [part.reshape(-1).view(torch.uint8).view(len(part), width) for part, width in parts]
     return torch.cat(flat, dim=1)
 
@@ -273,11 +274,11 @@ def _packed(logits: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor) -> tor
 def _unpacked(
     packed: torch.Tensor, experts: int, hidden: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parts of `_packed`."""
+    """Return the arguments of `_packed`."""
     logits, x, x_scale = packed.split(_widths(experts, hidden), dim=1)
     return (
         logits.contiguous().view(torch.float32),
-        # A copy of a single token too: behind the logits its address is a multiple of 4 alone.
+        # Copies a single token, too: behind the logits its address is only a multiple of 4.
         x.clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn),
         x_scale.contiguous().view(torch.float32).t().clone(memory_format=torch.contiguous_format),
     )

@@ -4,8 +4,9 @@
 
     prepare(experts, ids, weights, x, w13, w13_scale, w2, w2_scale, tokens=8192)
 
-A kernel takes seconds to compile, and another number of tokens may need another one: six to nine
-serve all of them. Those that are not on disk are compiled by as many processes as there are cores.
+A kernel takes seconds to compile, and another number of tokens may need another kernel: six to nine
+kernels serve all numbers. As many processes as there are cores compile the kernels that are not on
+disk.
 """
 
 import bisect
@@ -32,11 +33,11 @@ from ..kernels import architectures
 from ..layer import fused_geometry, make_call
 
 PARENT = Path(__file__).resolve().parents[2]
-"""The directory that this package can be imported from."""
+"""The directory to import this package from."""
 MAIN = f"import sys; sys.path[:] = filter(None, sys.path); from {__name__} import main; main()"
-"""The program of `in_processes`, which imports nothing that lies in the working directory."""
+"""The program of `in_processes`. It imports nothing from the working directory."""
 Geometry = tuple[Any, ...]
-"""Arguments of `compile_fused`, which decide a kernel."""
+"""The arguments of `compile_fused`: they decide a kernel."""
 
 
 def prepare(
@@ -45,22 +46,22 @@ def prepare(
     tokens: int = CHUNK_TOKENS,
     **options: Any,
 ) -> int:
-    """Make ready all kernels that a call like this one needs with 1 to `tokens` tokens.
+    """Load or compile all kernels for calls like this one with 1 to `tokens` tokens.
 
-    Afterwards no such call compiles or loads anything, and a CUDA graph can capture one without an
-    ordinary call before it. Kernels that the cache on disk has are loaded, the others are compiled
-    in parallel and kept there; of several processes that prepare at once, one compiles. A progress
-    bar shows the compilations on a terminal. On CPU tensors there is nothing to do.
+    Afterwards no such call compiles or loads a kernel, and a CUDA graph can capture one without an
+    ordinary call before it. Kernels in the cache on disk are loaded. The others are compiled in
+    parallel and stored there; if several processes prepare at once, one compiles. A progress bar
+    shows the compilations on a terminal. CPU tensors need no kernels.
 
     Args:
         function: `fused_moe`, `experts` or `batched_experts`.
-        *arguments, **options: of a call with at least one token, whose types, layouts and sizes are
-            those of the calls to come. Nothing is computed of their values.
-        tokens: the most that a call will have; of `batched_experts` the largest `expected_m`, while
-            calls may have any number of rows.
+        *arguments, **options: the arguments of a call with at least one token. Later calls must
+            have their types, layouts and sizes; their values do not matter.
+        tokens: the most tokens of a call; for `batched_experts` the largest `expected_m`, with any
+            number of rows.
 
     Returns:
-        How many kernels were compiled.
+        The number of compiled kernels.
 
     Raises:
         ValueError: an argument is wrong; the message names it.
@@ -80,7 +81,7 @@ def prepare(
         compiled = compile_all(
             [fused_geometry(out.device, layer.shape, pair, form) for pair in configs]
         )
-        # A kernel's machine code is brought to the GPU when it is launched for the first time.
+        # The first launch of a kernel loads its machine code to the GPU.
         one = without_pairs(inputs)
         one_output = torch.empty_like(one[2], dtype=torch.bfloat16)
         for pair in configs:
@@ -90,8 +91,8 @@ def prepare(
 
 
 def all_configs(chosen: Callable[[int], Any], tokens: int) -> list[Any]:
-    """What is chosen for 1 to `tokens` tokens, each once, where nothing is chosen for tokens
-    between those that get one and the same."""
+    """Return the different results of `chosen` for 1 to `tokens` tokens. Equal results must be
+    neighbours: a binary search finds where the next one begins."""
     configs: list[Any] = []
     first = 1
     while first <= tokens:
@@ -102,7 +103,7 @@ def all_configs(chosen: Callable[[int], Any], tokens: int) -> list[Any]:
 
 
 def without_pairs(inputs: Inputs) -> Inputs:
-    """The first token, or place of every expert, with none of its experts here."""
+    """Return the inputs of one token (of one row of every expert) without a local expert."""
     if isinstance(inputs, BatchedInputs):
         x, scale = inputs.x[:, :1].contiguous(), inputs.x_scale
         if scale is not None:
@@ -116,25 +117,25 @@ def without_pairs(inputs: Inputs) -> Inputs:
 
 
 def compile_all(geometries: Sequence[Geometry]) -> int:
-    """Compile those that are not on disk, load all; return how many were compiled."""
+    """Compile the kernels that are not on disk, load all; return the number of compiled ones."""
     from ..kernels.fused import compile_fused
 
     compiled = len(missing(geometries))
     directory = cache_dir()
     if compiled > 1 and cores() > 1 and directory is not None:
-        with contextlib.suppress(OSError):  # of a directory that is not used
-            with KernelCache(directory).lock("prepare"):  # the others find what is made here
+        with contextlib.suppress(OSError):  # the directory cannot be used
+            with KernelCache(directory).lock("prepare"):  # one process compiles for all
                 left = missing(geometries)
                 compiled = len(left)
                 if left:
                     in_processes(left)
-    for geometry in geometries:  # compiles what no process could
+    for geometry in geometries:  # loads, and compiles if the processes failed
         compile_fused(*geometry)
     return compiled
 
 
 def missing(geometries: Sequence[Geometry]) -> list[Geometry]:
-    """Those that neither this process nor the disk has."""
+    """Return the kernels that neither this process nor the disk has."""
     from ..kernels.compile import is_kept
     from ..kernels.fused import compile_fused, describe_fused
 
@@ -146,14 +147,14 @@ def missing(geometries: Sequence[Geometry]) -> list[Geometry]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_processes(geometries: Sequence[Geometry]) -> None:
-    """Compile them into the cache on disk, side by side: the compiler takes one thread."""
+    """Compile into the cache on disk in parallel processes: the compiler uses one thread."""
     path = os.pathsep.join(filter(None, [str(PARENT), os.environ.get("PYTHONPATH")]))
-    # Not forks of this process, which may use CUDA, but of one that imports the compiler once.
+    # A new process imports the compiler once and forks. This process may use CUDA, so it must not.
     subprocess.run(
         [sys.executable, "-c", MAIN],
         input=pickle.dumps(geometries),
@@ -163,20 +164,20 @@ def in_processes(geometries: Sequence[Geometry]) -> None:
 
 
 def main() -> None:
-    """The process of `in_processes`."""
+    """Compile the kernels that `in_processes` sends."""
     geometries = pickle.load(sys.stdin.buffer)
-    from ..kernels import fused  # noqa: F401  # the workers are forks: they import nothing more
+    from ..kernels import fused  # noqa: F401  # once, before the workers fork
 
     forks = multiprocessing.get_context("fork")
     workers = min(cores(), len(geometries))
     with ProcessPoolExecutor(workers, forks, initializer=end_with_parent) as pool:
-        done = pool.map(compile_one, geometries)
-        for _ in tqdm(done, "moe_fp8: compiling kernels", len(geometries), unit="kernel"):
+        compilations = pool.map(compile_one, geometries)
+        for _ in tqdm(compilations, "moe_fp8: compiling kernels", len(geometries), unit="kernel"):
             pass
 
 
 def end_with_parent() -> None:
-    """Let a worker end where the process of its pool is killed: it would wait for work for ever."""
+    """End a worker when its pool's process is killed. It would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

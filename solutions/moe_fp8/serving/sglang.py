@@ -1,10 +1,10 @@
-"""A plugin of SGLang (0.5.19 to 0.5.23): its FP8 experts with 128 x 128 blocks by the fused layer.
+"""A plugin for SGLang (0.5.19 to 0.5.23): the fused layer runs FP8 experts with 128 x 128 blocks.
 
 Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG` is `1`, or
-`accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer that SGLang
-would run by Triton or DeepGEMM gets a runner of ours, where tokens are not exchanged between ranks
-or by DeepEP; for one that is not served SGLang's own stays, and the log says why. So it does for
-every layer of an SGLang that lacks what the plugin needs. Weights are used as loaded.
+`accurate` for the layer with two FP8 terms. The plugin replaces the runner of every FP8
+mixture-of-experts layer that SGLang would run by Triton or DeepGEMM, if ranks exchange no tokens or
+exchange them by DeepEP. Other layers, and all layers of an SGLang that lacks names the plugin
+needs, keep SGLang's runner, and the log says why. Weights are used as loaded.
 """
 
 import functools
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from ..api import batched_experts, experts
-from .prepare import prepare
-from .served import (
+from .plugins import (
     BLOCK_SHAPE,
     SGLANG,
     accurate,
     asked_for,
-    described,
+    describe_layers,
     in_words,
     lacking,
     why_not_here,
     why_off,
     why_refused,
 )
+from .prepare import prepare
 
 TRIED = "0.5.19 to 0.5.23"
 BACKEND = "moe_fp8"
@@ -36,8 +36,8 @@ MOE = "sglang.srt.layers.moe"
 METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
 DISPATCHER = f"{MOE}.token_dispatcher"
 SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
-"""The fields that tokens sent by DeepEP begin with."""
-NEEDED = {
+"""The first fields of tokens that DeepEP has sent."""
+NEEDED_NAMES = {
     "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type",
     "sglang.srt.plugins.hook_registry:HookType.AROUND": "",
     f"{MOE}.moe_runner:MoeRunner": "runner_backend config",
@@ -66,25 +66,24 @@ NEEDED = {
     f"{METHOD}.apply": "self layer dispatch_output",
     f"{METHOD}.get_triton_quant_info": "self layer",
 }
-"""The names of SGLang that are used to register, and after a layer was chosen (`lacking`)."""
+"""SGLang's names that the plugin uses to register and in served layers (for `lacking`)."""
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Hook ours into SGLang, which calls this once in each of its processes, before it builds a
-    model."""
+    """Attach the plugin. SGLang calls this once in each process, before it builds a model."""
     if asked_for(SGLANG) and (why := why_off("sglang", TRIED, attach)):
         say(logging.WARNING, why)
 
 
 def attach() -> list[str]:
-    """Return what SGLang lacks; where it has all, register the runner and the hooks."""
-    if lacks := lacking(NEEDED):
+    """Return what SGLang lacks. If it lacks nothing, register the runner and the hooks."""
+    if lacks := lacking(NEEDED_NAMES):
         return lacks
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig, register_moe_runner_core
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    runner_core(MoeRunnerConfig())  # raises where its base asks for more
+    runner_core(MoeRunnerConfig())  # raises if its base has more abstract methods
     register_moe_runner_core(BACKEND, runner_core)
     for hook in (create_moe_runner, process_weights_after_loading, apply):
         target = f"{METHOD.replace(':', '.')}.{hook.__name__}"
@@ -92,13 +91,13 @@ def attach() -> list[str]:
     return []
 
 
-@functools.cache  # a line a geometry, not one a layer
+@functools.cache  # one line per geometry, not per layer
 def say(level: int, text: str) -> None:
     logger.log(level, text)
 
 
 def runner_core(config: Any) -> Any:
-    """The core that SGLang's `MoeRunner` runs."""
+    """Return the core for SGLang's `MoeRunner`."""
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
@@ -108,7 +107,7 @@ def runner_core(config: Any) -> Any:
             self.prepared: set[Any] = set()
             self.formats = {
                 name: (run, pkgutil.resolve_name(f"{DISPATCHER}.{combined}"))
-                for name, (run, combined) in OF_FORMAT.items()
+                for name, (run, combined) in RUN_BY_FORMAT.items()
             }
 
         @property
@@ -124,12 +123,12 @@ def runner_core(config: Any) -> Any:
     return Core(config)
 
 
-def of_standard(
+def run_standard(
     dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
 ) -> Any:
     """Run the experts on a rank's own tokens."""
     weights, ids, *_ = dispatched.topk_output
-    # A model's own routing may give other types; those that are prepared are these.
+    # A model's own routing may return other types. Kernels were prepared for these types.
     weights, ids = weights.float(), ids.to(torch.int32)
     if config.routed_scaling_factor not in (None, 1.0):
         weights = weights * config.routed_scaling_factor
@@ -137,12 +136,12 @@ def of_standard(
     return combined(hidden_states=experts(*call, **options_of_experts(config)))
 
 
-def of_deepep(
+def run_deepep(
     dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
 ) -> Any:
-    """Run the experts on tokens that other ranks have sent by DeepEP, which adds the ranks' parts.
+    """Run the experts on tokens that other ranks have sent by DeepEP. DeepEP adds the ranks' parts.
 
-    The factor of the routing is the model's to apply, here and below.
+    The model applies the routing's factor, here and in `run_low_latency`.
     """
     x, scale, ids, weights, *_ = dispatched
     call = ids.contiguous(), weights.contiguous(), x, *expert_weights
@@ -151,29 +150,29 @@ def of_deepep(
     return combined(out, ids, weights)
 
 
-def of_low_latency(
+def run_low_latency(
     dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
 ) -> Any:
-    """Run the experts on tokens that DeepEP has brought to them, and whose outputs it weights."""
+    """Run the experts on tokens that DeepEP has sorted by expert. DeepEP weights the outputs."""
     x, scale, ids, weights, counts, expected_m, *_ = dispatched
     options = {"x_scale": scale, "expected_m": max(1, expected_m), **options_of(config)}
     out = run_prepared(prepared, batched_experts, (x, counts, *expert_weights), options)
     return combined(out, ids, weights)
 
 
-OF_FORMAT = {
-    "standard": (of_standard, "standard:StandardCombineInput"),
-    "deepep_normal": (of_deepep, "deepep:DeepEPNormalCombineInput"),
-    "deepep_ll": (of_low_latency, "deepep:DeepEPLLCombineInput"),
+RUN_BY_FORMAT = {
+    "standard": (run_standard, "standard:StandardCombineInput"),
+    "deepep_normal": (run_deepep, "deepep:DeepEPNormalCombineInput"),
+    "deepep_ll": (run_low_latency, "deepep:DeepEPLLCombineInput"),
 }
-"""The functions, and what SGLang takes back, by the format in which it hands tokens over."""
+"""The function and the class of its result, by SGLang's format of dispatched tokens."""
 
 
 def run_prepared(
     prepared: set[Any], function: Any, call: tuple[torch.Tensor, ...], options: dict[str, Any]
 ) -> torch.Tensor:
-    """Make a call, and before the first one that has tokens make the kernels of all. SGLang makes
-    one call that is not captured before those that are."""
+    """Call `function`. Before the first call with tokens, prepare the kernels of all calls. SGLang
+    makes one call outside of a CUDA graph before it captures."""
     if function not in prepared and all(tensor.numel() for tensor in call):
         prepare(function, *call, **options)
         prepared.add(function)
@@ -181,7 +180,7 @@ def run_prepared(
 
 
 def is_lora_enabled() -> bool:
-    """True if SGLang will give layers adapters, which it does after it has made their runners."""
+    """Return True if SGLang will add LoRA adapters to layers, which it does after their runners."""
     from sglang.srt.runtime_context import get_lora
 
     try:
@@ -195,45 +194,45 @@ def options_of(config: Any) -> dict[str, Any]:
 
 
 def options_of_experts(config: Any) -> dict[str, Any]:
-    """The ids are local ones, or -1."""
+    """Return the options of `experts`. SGLang's ids are local ids, or -1."""
     return {"num_experts": config.num_experts, **options_of(config)}
 
 
 postponed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""SGLang's methods whose weights are not FP8 before they are loaded, with their layers' configs."""
+"""SGLang's methods whose weights become FP8 only when they are loaded, with their configs."""
 
 
 def create_moe_runner(
     original: Any, method: Any, layer: Any, moe_runner_config: Any, *more: Any, **named: Any
 ) -> Any:
-    """Around `Fp8MoEMethod.create_moe_runner`, whose parameters have these names, as below: choose
-    the runner, or postpone the choice."""
-    made = original(method, layer, moe_runner_config, *more, **named)
+    """Wrap `Fp8MoEMethod.create_moe_runner`: choose the runner, or postpone the choice. Hooks name
+    their parameters as SGLang does."""
+    result = original(method, layer, moe_runner_config, *more, **named)
     choose(method, layer, moe_runner_config, loaded=False)
-    return made
+    return result
 
 
 def process_weights_after_loading(
     original: Any, method: Any, layer: Any, *more: Any, **named: Any
 ) -> Any:
-    """Around the method of this name, which may convert weights: FP4 to FP8, for example."""
-    done = original(method, layer, *more, **named)
+    """Wrap the method of this name: it may convert weights, such as FP4 to FP8, so choose now."""
+    result = original(method, layer, *more, **named)
     if (config := postponed.pop(method, None)) is not None:
         choose(method, layer, config, loaded=True)
-    return done
+    return result
 
 
 def choose(method: Any, layer: Any, config: Any, loaded: bool) -> None:
-    """Give a layer that is served another runner, and say so."""
+    """Replace a layer's runner if the layer is served, and log the decision."""
     layers = "a layer"
     try:
         if not loaded and layer.w13_weight.dtype is not torch.float8_e4m3fn:
             postponed[method] = config
             return
-        layers = described(*sizes(layer, config))
+        layers = describe_layers(*sizes(layer, config))
         if not (why := why_not(method, layer, config)):
             change_runner(method, layer, config)
-    except Exception as error:  # a changed SGLang's or ours: SGLang starts, and its log names it
+    except Exception as error:  # no fault here may end SGLang's start: it goes to the log
         why = in_words(error)
     if why:
         say(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
@@ -252,7 +251,7 @@ def change_runner(method: Any, layer: Any, config: Any) -> None:
 
 
 def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a call with one token, as SGLang will have them."""
+    """Return tensors of a call with one token, with the types that SGLang will pass."""
     new, hidden = layer.w13_weight.new_empty, layer.w13_weight.shape[2]
     return (
         new((1, config.top_k), dtype=torch.int32),
@@ -264,7 +263,7 @@ def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
 
 
 def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
-    """Experts, those here, hidden size, intermediate size, experts of a token."""
+    """Return experts, local experts, hidden size, intermediate size, experts of a token."""
     local, _, hidden = layer.w13_weight.shape
     number = max(config.num_experts or local, local)
     return number, local, hidden, layer.w2_weight.shape[2], config.top_k
@@ -273,7 +272,7 @@ def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
 def apply(
     original: Any, method: Any, layer: Any, dispatch_output: Any, *more: Any, **named: Any
 ) -> Any:
-    """Around `Fp8MoEMethod.apply`, which knows no runner but SGLang's own."""
+    """Wrap `Fp8MoEMethod.apply`, which runs only SGLang's own runners."""
     runner = getattr(method, "runner", None)
     if runner is None or runner.runner_backend.value != BACKEND:
         return original(method, layer, dispatch_output, *more, **named)
@@ -281,7 +280,7 @@ def apply(
 
 
 def why_not(method: Any, layer: Any, config: Any) -> str:
-    """Return what of a layer is not served, empty if it is."""
+    """Return why a layer is not served, or "" if it is."""
     from sglang.srt.layers.moe.utils import (
         get_moe_a2a_backend,
         get_moe_runner_backend,
@@ -324,7 +323,7 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
 
 
 def why_no_swiglu(config: Any) -> str:
-    """Return what of a layer's activation is not served, empty if it is."""
+    """Return why a layer's activation is not served, or "" if it is."""
     if config.activation != "silu" or not config.is_gated:
         return "an activation other than SwiGLU"
     alpha, beta = config.gemm1_alpha, config.gemm1_beta
@@ -338,9 +337,10 @@ def why_no_swiglu(config: Any) -> str:
 
 
 def activation_of(config: Any) -> dict[str, Any]:
-    """The options of `experts` for a layer's activation, as SGLang's Triton runner computes it
-    (moe_runner/triton_utils/fused_moe.py): `swiglu_no_interleaved_with_alpha_and_limit`, whose
-    beta is 1, where there is an alpha, else what `act_and_mul_triton` does with `swiglu_limit`."""
+    """Return the options of `experts` for a layer's activation. SGLang's Triton runner
+    (moe_runner/triton_utils/fused_moe.py) computes it: with an alpha by
+    `swiglu_no_interleaved_with_alpha_and_limit`, where beta is 1, else by `act_and_mul_triton` with
+    `swiglu_limit`."""
     if config.gemm1_alpha is None:
         return {"swiglu_limit": config.swiglu_limit}
     return {

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank's part of the experts' width, where it is no multiple of 128."""
+"""Shards of tensor-parallel ranks whose width is no multiple of 128."""
 
 import torch
 
@@ -6,8 +6,8 @@ from ..call import BLOCK, check_integer, described
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """`w13`, `w13_scale`, `w2`, `w2_scale` as in `experts`."""
-VALUES = (torch.float8_e4m3fn,)
-SCALES = (torch.float32, torch.float8_e8m0fnu)
+WEIGHT_TYPES = (torch.float8_e4m3fn,)
+SCALE_TYPES = (torch.float32, torch.float8_e8m0fnu)
 
 
 def pad_shard(
@@ -17,28 +17,26 @@ def pad_shard(
     w2_scale: torch.Tensor,
     first: int = 0,
 ) -> Weights:
-    """Widen a shard by zeros to the 128 x 128 blocks that it has a part of.
+    """Widen a shard with zeros to whole 128 x 128 blocks.
 
-    A shard of 192 of 1536 columns, for example, lies in two blocks of the whole weights: rank 1,
-    which begins at column 192, has half of block 1 and all of block 2, and becomes 256 columns wide
-    with zeros before its own. Its values keep their places in the blocks, so the scales are used as
-    they are and the products are exact. The sum over the ranks differs from the layer in one piece
-    by the rounding of the intermediate alone, which a rank scales by the maximum of its own
-    columns.
+    Example: a shard of 192 of 1536 columns lies in two blocks of the whole weights. Rank 1 begins
+    at column 192. It has half of block 1 and all of block 2, and becomes 256 columns wide with
+    zeros in front. Values keep their places in the blocks, so the scales stay valid and the
+    products exact. The sum over the ranks differs from the undivided layer only by the rounding of
+    the intermediate: a rank scales it by the maximum of its own columns.
 
-    L experts of width I in the shard, which has a part of B = ceil((first % 128 + I) / 128) blocks.
+    The shard has L experts of width I and touches B = ceil((first % 128 + I) / 128) blocks.
 
     Args:
         w13: `[L, 2 I, H]` float8_e4m3fn, in either order of gate and up.
-        w13_scale: `[L, 2 B, H/128]` float32 or float8_e8m0fnu, of the blocks that the shard has a
-            part of.
+        w13_scale: `[L, 2 B, H/128]` float32 or float8_e8m0fnu, the scales of the touched blocks.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, B]` of the same type.
-        first: the shard's first column among those of the whole weights.
+        w2_scale: `[L, H/128, B]` of the type of `w13_scale`.
+        first: the shard's first column in the whole weights.
 
     Returns:
-        `[L, 256 B, H]`, `w13_scale`, `[L, H, 128 B]`, `w2_scale`: the arguments themselves where
-        the shard consists of whole blocks.
+        `[L, 256 B, H]`, `w13_scale`, `[L, H, 128 B]`, `w2_scale`. A shard of whole blocks is
+        returned itself.
 
     Raises:
         ValueError: an argument's shape, type or device is wrong; the message names it.
@@ -52,10 +50,10 @@ def pad_shard(
     offset = int(first) % BLOCK
     blocks = -(-(offset + width) // BLOCK)
     for name, tensor, types, shape in (
-        ("w2", w2, VALUES, w2.shape),
-        ("w13", w13, VALUES, (local, 2 * width, hidden)),
-        ("w13_scale", w13_scale, SCALES, (local, 2 * blocks, hidden // BLOCK)),
-        ("w2_scale", w2_scale, SCALES, (local, hidden // BLOCK, blocks)),
+        ("w2", w2, WEIGHT_TYPES, w2.shape),
+        ("w13", w13, WEIGHT_TYPES, (local, 2 * width, hidden)),
+        ("w13_scale", w13_scale, SCALE_TYPES, (local, 2 * blocks, hidden // BLOCK)),
+        ("w2_scale", w2_scale, SCALE_TYPES, (local, hidden // BLOCK, blocks)),
     ):
         right = isinstance(tensor, torch.Tensor) and tensor.shape == shape
         if not right or tensor.dtype not in types or tensor.device != w2.device:

@@ -1,11 +1,11 @@
-"""A plugin of vLLM (0.28 to 0.33): its FP8 experts with 128 x 128 blocks by the fused layer.
+"""A plugin for vLLM (0.28 to 0.33): the fused layer runs FP8 experts with 128 x 128 blocks.
 
 Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
-`accurate` for the layer with two FP8 terms. Then every FP8 mixture-of-experts layer for which no
-`--moe-backend` is asked for is offered to the class `Experts`, or `BatchedExperts` where DeepEP's
-low-latency mode or NIXL exchanges the tokens; one that it does not serve gets vLLM's own kernel,
-and vLLM's log says why. So does every layer of a vLLM that lacks what the plugin needs: no change
-of vLLM ends its start. Weights are used as loaded.
+`accurate` for the layer with two FP8 terms. `VllmExperts` runs every FP8 mixture-of-experts layer
+without a `--moe-backend`; `VllmBatchedExperts` runs it if DeepEP's low-latency mode or NIXL
+exchanges the tokens. Layers that they do not serve, and all layers of a vLLM that lacks names the
+plugin needs, keep vLLM's kernel, and vLLM's log says why. No change of vLLM ends its start. Weights
+are used as loaded.
 """
 
 import functools
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .served import (
+from .plugins import (
     VLLM,
     asked_for,
-    described,
+    describe_layers,
     in_words,
     lacking,
     overridden_otherwise,
@@ -27,11 +27,11 @@ from .served import (
 
 TRIED = "0.28 to 0.33"
 LOGGER = "vllm.moe_fp8"
-"""vLLM shows what is logged below its own name."""
+"""A name below `vllm`, because vLLM shows only such loggers."""
 SELECT = "select_fp8_moe_backend"
-"""vLLM's function that chooses a layer's kernel. What quantises imports it by name."""
+"""vLLM's function that chooses a layer's kernel. vLLM's quantisation modules import it by name."""
 MOE = "vllm.model_executor.layers.fused_moe"
-NEEDED = {
+NEEDED_NAMES = {
     "vllm.logger:init_logger": "name",
     f"{MOE}.oracle.fp8:{SELECT}": "config weight_key activation_key",
     f"{MOE}.oracle.fp8:Fp8MoeBackend.TRITON": "",
@@ -46,30 +46,29 @@ NEEDED = {
     "vllm.forward_context:ForwardContext": "* dp_metadata",
     "vllm.forward_context:DPMetadata": "* num_tokens_across_dp_cpu",
 }
-"""The names of vLLM that are used after a layer was chosen, or to choose it (`lacking`)."""
+"""vLLM's names that the plugin uses to choose a layer and in served layers (for `lacking`)."""
 
 
 def register() -> None:
-    """Put ours before vLLM's choice of a kernel. vLLM calls this in each of its processes, maybe
-    several times in one."""
+    """Attach the plugin. vLLM calls this in each process, sometimes more than once."""
     if asked_for(VLLM) and (why := why_off("vllm", TRIED, attach)):
         logging.getLogger(LOGGER).warning(why)
 
 
 def attach() -> list[str]:
-    """Return what vLLM lacks; where it has all, replace its choice wherever it was imported."""
-    if lacks := lacking(NEEDED):
+    """Return what vLLM lacks. If it lacks nothing, replace its choice in every importing module."""
+    if lacks := lacking(NEEDED_NAMES):
         return lacks
     from vllm.logger import init_logger
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
 
     from . import vllm_experts
 
-    for made in (vllm_experts.Experts, vllm_experts.BatchedExperts):
-        lacks += overridden_otherwise(made, vllm_experts.Experts.__base__)
+    for kind in (vllm_experts.VllmExperts, vllm_experts.VllmBatchedExperts):
+        lacks += overridden_otherwise(kind, vllm_experts.VllmExperts.__base__)
     theirs = getattr(oracle, SELECT)
     if not lacks and not isinstance(theirs, Selection):
-        backend = oracle.Fp8MoeBackend.TRITON  # whose weights stay as they were loaded
+        backend = oracle.Fp8MoeBackend.TRITON  # leaves the weights as loaded
         ours = Selection(theirs, init_logger(LOGGER), backend, vllm_experts)
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # None blocks an import
@@ -78,7 +77,7 @@ def attach() -> list[str]:
 
 
 class Selection:
-    """vLLM's choice of a kernel class for a layer, with ours before it."""
+    """A choice of a layer's kernel class: ours if it serves the layer, else vLLM's."""
 
     def __init__(self, others: Callable[..., Any], logger: Any, backend: Any, classes: Any):
         functools.update_wrapper(self, others)
@@ -87,14 +86,14 @@ class Selection:
         self.warn = getattr(logger, "warning_once", logger.warning)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Return the backend and the class that runs a layer. The parameters are vLLM's own."""
+        """Return the backend and the class that runs a layer. The parameters are vLLM's."""
         layers, chosen = "a layer", None
         try:
             call = inspect.signature(self.others).bind(*arguments, **named).arguments
             config = call["config"]
-            layers = described(*self.classes.sizes(config))
+            layers = describe_layers(*self.classes.sizes(config))
             chosen, why = self.classes.choose(config, call["weight_key"], call["activation_key"])
-        except Exception as error:  # a changed vLLM's or ours: vLLM starts, and its log names it
+        except Exception as error:  # no fault here may end vLLM's start: it goes to the log
             why = in_words(error)
         if chosen is None:
             self.warn("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)

@@ -1,4 +1,4 @@
-"""The fused layer as experts classes of vLLM (0.28 to 0.33), which its kernel object calls."""
+"""The fused layer as experts classes for vLLM (0.28 to 0.33). vLLM's kernel object calls them."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from ..api import batched_experts, experts
+from .plugins import VLLM, accurate, why_not_here, why_refused
 from .prepare import prepare
-from .served import VLLM, accurate, why_not_here, why_refused
 
 EXCHANGES = (
     "allgather_reducescatter",
@@ -26,15 +26,15 @@ EXCHANGES = (
     "deepep_v2",
     "nixl_ep",
 )
-"""Those between ranks whose tokens arrive as the classes take them. FlashInfer's were never tried;
-after MoonEP and with passthrough they lie otherwise."""
+"""The exchanges between ranks that deliver tokens in the layout of these classes. MoonEP and
+passthrough deliver another layout; FlashInfer's were never tried."""
 
 
-class Experts(mk.FusedMoEExpertsModular):
-    """After vLLM's routing, whatever it is; on any rank.
+class VllmExperts(mk.FusedMoEExpertsModular):
+    """The experts after any routing by vLLM, on any rank.
 
-    Tokens arrive in bfloat16, or, where they were exchanged between ranks, in FP8 with scales
-    `[T, H/128]` of any strides.
+    Tokens arrive in bfloat16. Tokens from other ranks arrive in FP8 with scales `[T, H/128]` of any
+    strides.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Experts(mk.FusedMoEExpertsModular):
         quant_config: Any,
         max_num_tokens: int | None = None,
         num_dispatchers: int | None = None,
-    ):  # the same names as the base's, by which vLLM makes experts anew when ranks come or go
+    ):  # vLLM passes these names when it makes experts anew because ranks come or go
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
-        self.given_config = moe_config
+        self.layer_config = moe_config
         self.options = {"accurate": accurate(VLLM), **activation_of(moe_config)}
         self.is_prepared = False
 
@@ -53,7 +53,7 @@ class Experts(mk.FusedMoEExpertsModular):
     def is_supported_config(
         cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
     ) -> tuple[bool, str | None]:
-        """Return True if a layer is served, else False and why not."""
+        """Return whether a layer is served, and why not."""
         arguments = moe_config, weight_key, activation_key, activation_format
         serves, why = mk.FusedMoEExpertsModular.is_supported_config(cls, *arguments)
         if serves:
@@ -62,8 +62,8 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """False where tokens are exchanged between ranks, which FP8 halves."""
-        return not self.given_config.moe_parallel_config.use_all2all_kernels
+        """Return False if ranks exchange tokens: FP8 halves their bytes."""
+        return not self.layer_config.moe_parallel_config.use_all2all_kernels
 
     @staticmethod
     def activation_format() -> Any:
@@ -71,7 +71,7 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return True  # `why_not` says more
+        return True  # `why_not` checks the device
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -106,7 +106,7 @@ class Experts(mk.FusedMoEExpertsModular):
         global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
         expert_tokens_meta, apply_router_weight_on_input,
     ):  # fmt: skip
-        if apply_router_weight_on_input:  # vLLM has multiplied the tokens before they came here
+        if apply_router_weight_on_input:  # vLLM has already multiplied the tokens
             topk_weights = torch.ones_like(topk_weights)
         call = (
             topk_ids.contiguous(), topk_weights.contiguous(), hidden_states,
@@ -120,19 +120,19 @@ class Experts(mk.FusedMoEExpertsModular):
             **self.options,
         }
         if not self.is_prepared:
-            # vLLM makes a first call, with its real tensors, while it loads: the profiling run.
-            prepare(experts, *call, **options, tokens=most_tokens(self.given_config))
+            # vLLM's first call is the profiling run, with its real tensors, while it loads.
+            prepare(experts, *call, **options, tokens=most_tokens(self.layer_config))
             self.is_prepared = True
         experts(*call, **options)
 
 
-class BatchedExperts(Experts):
-    """The same of tokens that were brought to their experts by DeepEP's low-latency mode, or by
-    NIXL: vLLM's batched format, whose combine applies the weights."""
+class VllmBatchedExperts(VllmExperts):
+    """The experts for tokens that DeepEP's low-latency mode or NIXL has sorted by expert: vLLM's
+    batched format. The exchange's combine applies the weights."""
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return False  # these exchanges refuse that
+        return False  # these exchanges refuse unquantised inputs
 
     @staticmethod
     def activation_format() -> Any:
@@ -155,22 +155,22 @@ class BatchedExperts(Experts):
         call = hidden_states, counts, w1, self.w1_scale, w2, self.w2_scale
         expected_m = expected_tokens(global_num_experts, topk_ids.shape[1])
         options = {"x_scale": a1q_scale, "expected_m": expected_m, "out": output, **self.options}
-        if not self.is_prepared:  # as in `Experts.apply`
+        if not self.is_prepared:  # as in `VllmExperts.apply`
             prepare(batched_experts, *call, **options)
             self.is_prepared = True
         batched_experts(*call, **options)
 
 
 def most_tokens(config: Any) -> int:
-    """The tokens that one call may have: those of all ranks that exchange them."""
+    """Return the most tokens of one call: the tokens of all ranks that exchange tokens."""
     parallel = config.moe_parallel_config
     most = config.max_num_tokens * parallel.dp_size
-    # DeepEP's second version may hand over a row for each of a token's experts.
+    # DeepEP's second version may deliver one row for each of a token's experts.
     return most * config.experts_per_token if parallel.use_deepep_v2_kernels else most
 
 
 def expected_tokens(num_experts: int, top_k: int) -> int | None:
-    """The tokens of an expert in this step, where the host knows how many all ranks have."""
+    """Return the mean tokens of an expert in this step, or None if the host does not know them."""
     metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
     if metadata is None:
         return None
@@ -178,22 +178,24 @@ def expected_tokens(num_experts: int, top_k: int) -> int | None:
     return max(1, -(-pairs // num_experts))
 
 
-def choose(config: Any, weight_key: Any, activation_key: Any) -> tuple[type[Experts] | None, str]:
-    """Return the class that serves a layer, or None and why none does."""
-    ours, form = Experts, mk.FusedMoEActivationFormat.Standard
+def choose(
+    config: Any, weight_key: Any, activation_key: Any
+) -> tuple[type[VllmExperts] | None, str]:
+    """Return the class that serves a layer and "", or None and the reason."""
+    ours, form = VllmExperts, mk.FusedMoEActivationFormat.Standard
     if config.moe_parallel_config.use_batched_activation_format:
-        ours, form = BatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
+        ours, form = VllmBatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
     serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, form)
     return (ours, "") if serves else (None, why or "")
 
 
 def why_not(config: Any) -> str:
-    """Return what of a layer is not served that vLLM does not ask about, empty if all is."""
+    """Return why a layer is not served, apart from what vLLM asks itself, or "" if it is."""
     parallel = config.moe_parallel_config
     exchange = parallel.all2all_backend
     if config.moe_backend != "auto":
         return f"--moe-backend {config.moe_backend} is asked for"
-    # In passthrough vLLM's experts exchange tokens themselves.
+    # With passthrough vLLM's experts exchange the tokens themselves.
     if exchange == "passthrough" or parallel.use_all2all_kernels and exchange not in EXCHANGES:
         return f"tokens are exchanged between ranks by {exchange}"
     if config.has_bias:
@@ -204,8 +206,8 @@ def why_not(config: Any) -> str:
 
 
 def activation_of(config: Any) -> dict[str, Any]:
-    """The options of `experts` for a layer's activation, as vLLM computes it: with `silu` there is
-    a limit at most (`silu_and_mul_with_clamp` in its fused_moe/activation.py)."""
+    """Return the options of `experts` for a layer's activation. vLLM's `silu` has at most a limit
+    (`silu_and_mul_with_clamp` in its fused_moe/activation.py)."""
     if config.activation == MoEActivation.SILU:
         return {"swiglu_limit": config.swiglu_limit}
     alpha, beta = config.swiglu_alpha, config.swiglu_beta
@@ -217,7 +219,7 @@ def activation_of(config: Any) -> dict[str, Any]:
 
 
 def sizes(config: Any) -> tuple[int, int, int, int, int]:
-    """Experts, those here, hidden size, intermediate size, experts of a token."""
+    """Return experts, local experts, hidden size, intermediate size, experts of a token."""
     return (
         config.num_experts, config.num_local_experts, config.hidden_dim,
         config.intermediate_size_per_partition, config.experts_per_token,

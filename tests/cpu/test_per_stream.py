@@ -17,16 +17,16 @@ from moe_fp8.baselines import (
     triton_fused_moe_v2,
     triton_moe,
 )
-from moe_fp8.baselines.held import REUSE, STREAMS, HeldPerStream
+from moe_fp8.baselines.per_stream import REUSE, STREAMS, PerStream
 from moe_fp8.baselines.supported import on_its_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def held() -> HeldPerStream:
+def held() -> PerStream:
     """Makes a new object at every call."""
-    return HeldPerStream(lambda tokens, device: SimpleNamespace(tokens=tokens))
+    return PerStream(lambda tokens, device: SimpleNamespace(tokens=tokens))
 
 
 @pytest.fixture
@@ -110,15 +110,15 @@ def test_everything_that_a_baseline_writes_to_is_held_so():
         (triton_moe, ["buffers"]),
         (triton_fused_moe_v2, ["buffers"]),
         (deepgemm_moe, ["tables", "masked_buffers"]),
-        (deepgemm_mega_moe, ["held", "own_weights", "routed_tokens"]),
+        (deepgemm_mega_moe, ["symmetric_tokens", "own_weights", "routed_tokens"]),
         (flashinfer_cutlass_moe, ["buffers"]),
         (flashinfer_prims_ts_moe, ["shuffled_weights"]),
         (hpc_ops_moe, ["buffers"]),
         (sgl_grouped_gemm, ["scratch"]),
-        (sglang_moe, ["tables"]),
+        (sglang_moe, ["expert_sizes"]),
     ]
     for module, names in modules:
-        assert all(isinstance(getattr(module, name), HeldPerStream) for name in names)
+        assert all(isinstance(getattr(module, name), PerStream) for name in names)
         cached = [name for name, value in vars(module).items() if hasattr(value, "cache_clear")]
         assert set(cached) <= {"tile_table", "require_gpu"}, (
             f"{module.__name__} keeps {cached} for everyone"

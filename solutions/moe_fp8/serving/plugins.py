@@ -1,4 +1,4 @@
-"""What plugins share: whether they are asked for, what they need of engines, what is served."""
+"""The common part of the plugins: switches, and checks of the engine, the machine and the layer."""
 
 import importlib.metadata
 import inspect
@@ -13,17 +13,17 @@ from ..call import MoeShape, Swiglu
 from ..kernels.architectures import ARCHITECTURES, HOPPER
 
 BLOCK_SHAPE = [128, 128]
-"""The weights' part that has a scale of its own."""
+"""Rows and columns of weights that share a scale."""
 ACCURATE = "accurate"
 VLLM, SGLANG = "MOE_FP8_VLLM", "MOE_FP8_SGLANG"
 """The environment variables that switch the plugins on."""
 
 
 def asked_for(variable: str) -> bool:
-    """True if an environment variable switches a plugin on.
+    """Return True if an environment variable switches a plugin on.
 
     Raises:
-        ValueError: it is neither `1` nor `accurate`, nor `0` or empty.
+        ValueError: its value is not `1`, `accurate`, `0` or empty.
     """
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1", ACCURATE):
@@ -35,21 +35,21 @@ def asked_for(variable: str) -> bool:
 
 
 def accurate(variable: str) -> bool:
-    """True if the layer is asked for with two FP8 terms between its GEMMs."""
+    """Return True if a variable asks for two FP8 terms between the layer's GEMMs."""
     return os.environ.get(variable) == ACCURATE
 
 
 def why_off(package: str, tried: str, attach: Callable[[], list[str]]) -> str:
-    """Attach a plugin to an engine. Return why it is off, empty if it is attached.
+    """Attach a plugin to an engine. Return why it is off, or "" if it is attached.
 
     Args:
-        package: the engine's.
-        tried: the versions that the tests have passed with.
-        attach: returns what the engine lacks, and attaches nothing then.
+        package: the engine's package.
+        tried: the versions that passed the tests.
+        attach: a function that returns what the engine lacks, or attaches the plugin.
     """
     try:
         lacks = attach()
-    except Exception as error:  # whatever an engine has become, it starts
+    except Exception as error:  # no change of an engine may end its start
         lacks = [in_words(error)]
     if not lacks:
         return ""
@@ -65,31 +65,31 @@ def why_off(package: str, tried: str, attach: Callable[[], list[str]]) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """The text of an exception in a warning."""
+    """Return an exception as text for a warning."""
     return f"{type(error).__name__}: {error}"
 
 
 def lacking(needed: Mapping[str, str]) -> list[str]:
-    """The entries of `needed` that an engine does not have.
+    """Return the entries of `needed` that an engine does not have.
 
     Args:
-        needed: `module:name`, and the names of the parameters that the function, or of the fields
-            that the class, begins with. Others may follow that have defaults. After `*` the names
-            may be anywhere, among any others.
+        needed: `module:name`, and the first parameters of the function, or fields of the class.
+            More may follow if they have defaults. After `*` the order is free, and others may be
+            among them.
     """
-    found = []
+    absent = []
     for path, names in needed.items():
         try:
             fits = takes(pkgutil.resolve_name(path), names.split())
         except (ImportError, AttributeError, TypeError, ValueError):  # the last two: no signature
             fits = False
         if not fits:
-            found.append(f"{path.replace(':', '.')}{names and f'({names})'}")
-    return found
+            absent.append(f"{path.replace(':', '.')}{names and f'({names})'}")
+    return absent
 
 
 def takes(thing: Any, names: list[str]) -> bool:
-    """True if a function or a class has these parameters, as in `lacking`."""
+    """Return True if a function or a class has these parameters, as in `lacking`."""
     if not names:
         return True
     parameters = inspect.signature(thing).parameters
@@ -102,51 +102,51 @@ def takes(thing: Any, names: list[str]) -> bool:
 
 
 def overridden_otherwise(ours: type, theirs: type) -> list[str]:
-    """The members of a class that its base lacks or has with other parameters, and those that the
-    base asks for in vain."""
+    """Return the members of `ours` that its base lacks or has with other parameters, and the
+    abstract members that `ours` does not define."""
 
-    def form(of: type, name: str) -> Any:
-        member = getattr(of, name, None)
+    def form(owner: type, name: str) -> Any:
+        member = getattr(owner, name, None)
         return [*inspect.signature(member).parameters] if callable(member) else type(member)
 
     members = [name for name, m in vars(ours).items() if callable(m) or isinstance(m, property)]
-    found = {name for name in members if form(ours, name) != form(theirs, name)}
-    found |= getattr(ours, "__abstractmethods__", set())
-    return [f"{theirs.__name__}.{name}" for name in sorted(found)]
+    changed = {name for name in members if form(ours, name) != form(theirs, name)}
+    changed |= getattr(ours, "__abstractmethods__", set())
+    return [f"{theirs.__name__}.{name}" for name in sorted(changed)]
 
 
 def why_not_here() -> str:
-    """Return why the kernels do not run on this machine, empty if they run."""
+    """Return why the kernels do not run on this machine, or "" if they run."""
     if not on_hopper():
         return "no Hopper GPU"
     try:
         from ..kernels import dsl  # noqa: F401
 
         return why_not_this_driver()
-    except ImportError as error:  # says which version of what is needed
+    except ImportError as error:  # names the package and the needed version
         return str(error)
 
 
 def why_not_this_driver() -> str:
-    """Return what is wrong with the GPU's driver, empty if nothing is or it cannot be asked."""
+    """Return what is wrong with the GPU's driver, or "" if it is right or unknown."""
     import cutlass
     from cuda.bindings import driver
 
     toolkit = getattr(cutlass, "CUDA_VERSION", None)
     try:
-        _, found = driver.cuDriverGetVersion()  # 12080 is CUDA 12.8
-    except RuntimeError:  # there is none
-        found = None
-    if not found or toolkit is None or toolkit.major <= found // 1000:
+        _, version = driver.cuDriverGetVersion()  # 12080 is CUDA 12.8
+    except RuntimeError:  # there is no driver
+        version = None
+    if not version or toolkit is None or toolkit.major <= version // 1000:
         return ""
     return (
-        f"a driver for CUDA {found // 1000}.{found % 1000 // 10}: "
+        f"a driver for CUDA {version // 1000}.{version % 1000 // 10}: "
         f"expected CUDA {toolkit.major} or newer, for which the installed CuTe DSL compiles"
     )
 
 
 def on_hopper() -> bool:
-    """True if the current GPU is one that the kernels were measured on."""
+    """Return True if the current GPU is a Hopper GPU: the kernels were measured on these."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
     return ARCHITECTURES.get(torch.cuda.get_device_capability()) is HOPPER
@@ -158,8 +158,8 @@ def why_refused(
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
 ) -> str:
-    """Return why the kernels refuse a layer's `sizes` or, in the options of `experts`, its
-    activation; empty if they take both."""
+    """Return why the kernels refuse a layer's `sizes` or its activation (options of `experts`), or
+    "" if they take both."""
     experts, local, hidden, intermediate, top_k = sizes
     try:
         swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
@@ -169,6 +169,6 @@ def why_refused(
     return ""
 
 
-def described(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
-    """The layers of a geometry, for a log."""
+def describe_layers(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:
+    """Return a description of the layers of a geometry for a log."""
     return f"layers of {local} of {experts} experts, top {top_k}, {hidden} x {intermediate}"
