@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from scripts.common.metrics import calc_diff
 
 from scripts.common.float32_experts import in_float32
+from scripts.common.metrics import calc_diff
 
 Experts = Callable[..., torch.Tensor]
 
