@@ -1,4 +1,5 @@
-"""Calls of the experts inside an engine, on its real activations, against float32 arithmetic."""
+"""The check of the experts' calls inside an engine, on its real activations, against float32
+arithmetic."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +14,8 @@ Experts = Callable[..., torch.Tensor]
 
 
 def checking(experts: Experts, tokens: int, report: Callable[[float], None]) -> Experts:
-    """`experts`, whose first call of each layer with so many tokens is compared and reported."""
+    """Return `experts` with a check: the first call of each layer with `tokens` tokens is compared
+    and reported."""
     seen = set()
 
     @functools.wraps(experts)
