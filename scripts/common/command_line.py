@@ -166,9 +166,8 @@ def steps(
     text: Callable[[T], str] = str,
     weight: Callable[[T], float] = lambda item: 1.0,
 ) -> Iterator[T]:
-    """Yield the items. A line on stderr announces each, which reads well in a terminal and in a
-    log. The remaining time is extrapolated by weight, not by number: a workload of 14107 tokens
-    takes far longer than one of 7."""
+    """Yield the items, each announced by a line on stderr, which reads well in a terminal and in a
+    log. The remaining time is extrapolated by weight: 14107 tokens take far longer than 7."""
     whole, done, start = sum(map(weight, items)), 0.0, time.monotonic()
     for number, item in enumerate(items, 1):
         elapsed = time.monotonic() - start

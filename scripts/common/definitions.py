@@ -32,8 +32,8 @@ MASKED = "masked"
 BLOCK = 128
 """Columns of a token, and rows and columns of a weight, that share a scale."""
 LARGE = 8 * 2**30
-"""Bytes of weights above which a definition is large. An H200 fits three trials of 2 GB, and one of
-17 GB."""
+"""Bytes of weights above which a definition is large: three trials of 2 GB fit an H200, one of
+17."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Entry:
         raise NotImplementedError
 
     def packed_name(self, solution: str) -> str:
-        """Return the name of a solution packed for this definition: names are unique in a data
-        set."""
+        """Return the name of a solution packed for this definition, unique in a data set."""
         return f"{solution}_{self.short}" if self.short else solution
 
 
@@ -239,28 +238,26 @@ DEFINITIONS = {definition.name: definition for definition in TABLE}
 
 
 def build_definition(layer: MoeDefinition) -> dict[str, Any]:
-    """Return the JSON of a layer that is in no data set: DSV3_TP8's, descriptions included, with
-    the layer's sizes."""
-    content = read(DSV3_TP8.path) | {"name": layer.name}
+    """Return the JSON of a layer that is in no data set: DSV3_TP8's with the layer's sizes."""
+    layer_json = read(DSV3_TP8.path) | {"name": layer.name}
     (gemm1_out, hidden), (_, inner) = layer.gemms
-    sizes = {axis: value for axis, value in layer.shape.items() if axis in content["axes"]}
+    sizes = {axis: value for axis, value in layer.shape.items() if axis in layer_json["axes"]}
     blocks = {"hidden": hidden, "intermediate": inner, "gemm1_out": gemm1_out}
     sizes |= {f"num_{side}_blocks": size // BLOCK for side, size in blocks.items()}
     for axis, value in (sizes | {"gemm1_out_size": gemm1_out}).items():
-        content["axes"][axis]["value"] = value
+        layer_json["axes"][axis]["value"] = value
     for name in ("n_group", "topk_group", "top_k"):
         constant = f"{name.upper()} = "
         changed = re.sub(
-            f"(?m)^{constant}.*", f"{constant}{layer.shape[name]}", content["reference"]
+            f"(?m)^{constant}.*", f"{constant}{layer.shape[name]}", layer_json["reference"]
         )
-        content["reference"] = changed
-    return content
+        layer_json["reference"] = changed
+    return layer_json
 
 
 def size_of(axes: Mapping[str, Any]) -> int:
-    """Return the number by which a workload with these axes is chosen and listed, the T of the
-    tables: its tokens, or the rows of a grouped GEMM (masked: the rows reserved for an expert); 0
-    if it has none of these."""
+    """Return the number that lists a workload with these axes, the T of the tables: its tokens, or
+    a grouped GEMM's rows (masked: the rows reserved for an expert); 0 if it has none of these."""
     sizes = ("seq_len", "total_rows", "max_rows")
     return next((int(axes[axis]) for axis in sizes if axis in axes), 0)
 
@@ -271,8 +268,7 @@ def full_name(name: str) -> str:
 
 
 def find(name: str) -> MoeDefinition | GemmDefinition:
-    """Return a definition by its name or short name. Raises UsageError, with all names: there is
-    none."""
+    """Return a definition by its name or short name. Raises UsageError, with all names."""
     if (full := full_name(name)) in DEFINITIONS:
         return DEFINITIONS[full]
     known = ", ".join(f"{d.name} ({d.short})" if d.short else d.name for d in TABLE)

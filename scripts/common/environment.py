@@ -56,8 +56,7 @@ def source_hash() -> str:
 
 
 def source() -> dict[str, Any]:
-    """Return the commit of the sources, if they differ from it (None without git), and their
-    hash."""
+    """Return the commit of the sources, their hash, and `modified`: None without git."""
     commit = _output(["git", "rev-parse", "HEAD"])
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {"commit": commit, "modified": bool(changed) if commit else None, "hash": source_hash()}

@@ -63,13 +63,12 @@ def stepwise_ms(
 
 
 def gemm_flops(pairs: Any, n: Any, k: Any) -> Any:
-    """Return the FLOPs of a grouped GEMM with weights [n, k] on `pairs` rows; for numbers or
-    series."""
+    """Return the FLOPs of a grouped GEMM on `pairs` rows; for numbers or series."""
     return 2.0 * pairs * n * k
 
 
 def gemm_bytes(active: Any, pairs: Any, n: Any, k: Any) -> Any:
-    """Return the bytes of a grouped GEMM: each operand of the active experts read once, the output
-    written once."""
+    """Return the bytes of the active experts' operands, read once, and of the output, written
+    once."""
     weights = n * k + 4 * n * k / BLOCK**2
     return active * weights + pairs * (k + 4 * k / BLOCK + 2 * n)

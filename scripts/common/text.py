@@ -13,14 +13,12 @@ def printable(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return the text for a line of Markdown: printable, without columns, HTML, links or
-    formulas."""
+    """Return text for a line of Markdown: printable, without columns, HTML, links or formulas."""
     return re.sub(r"([\\|<`\[$])", r"\\\1", printable(text))
 
 
 def slug(name: str) -> str:
-    """Return the name as a part of a directory's name: small letters and digits, with dashes
-    between."""
+    """Return the name as a part of a path: small letters and digits, with dashes between."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

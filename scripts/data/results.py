@@ -1,5 +1,4 @@
-"""A trace as a row of the frame of results: its subject, if it counts, and the reason if it does
-not.
+"""A trace as a row of the frame of results: its subject, and the reason if it does not count.
 
 A trace describes itself: besides the versions of the software, the `libs` of its environment have
 the timing method, the tolerance and the hash of the measured solution's source. Results of other

@@ -160,8 +160,7 @@ def _is_cut_short(line: bytes) -> bool:
 
 
 def json_lines(path: Path) -> list[tuple[int, bytes]]:
-    """Return the file's lines that are not empty, by number, without a last line that was cut
-    short."""
+    """Return the file's non-empty lines, by number, without a last line that was cut short."""
     *lines, last = path.read_bytes().split(b"\n")
     if not _is_cut_short(last):
         lines.append(last)
@@ -233,8 +232,7 @@ class Writer:
 
 
 def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
-    """Append lines to a file, which is made if needed. A last line that was cut short is
-    removed."""
+    """Append lines to a file, made if needed. A last line that was cut short is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(max(file.tell() - 1, 0))
@@ -245,11 +243,7 @@ def append(path: Path, contents: Iterable[Mapping[str, Any]]) -> None:
                 file.truncate(file.tell() - len(last))
             else:  # only its end of line is missing
                 file.write(b"\n")
-        file.writelines(map(_line, contents))
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content).encode("utf-8") + b"\n"
+        file.writelines(json.dumps(content).encode("utf-8") + b"\n" for content in contents)
 
 
 def _finite(value: Any) -> Any:

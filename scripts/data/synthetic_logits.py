@@ -86,8 +86,7 @@ def _raw(seed: int, stream: int, count: int) -> np.ndarray:
 
 
 def _normals(seed: int, stream: int, *shape: int) -> np.ndarray:
-    """Draw integers of mean 0 and standard deviation _UNIT, close to normal (excess kurtosis
-    -0.15)."""
+    """Draw integers of mean 0 and standard deviation _UNIT, near normal (excess kurtosis -0.15)."""
     words = _raw(seed, stream, 2 * math.prod(shape))
     total = np.zeros(words.size, dtype=np.int64)
     for shift in (0, 16, 32, 48):

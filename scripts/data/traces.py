@@ -87,14 +87,9 @@ def checks_of(run_rows: rows.Rows) -> dict[tuple[Any, str], dict[str, Any]]:
     return checks
 
 
-def run_file(traces: Path) -> Path:
-    """Return the path of a run's description: run.json beside traces.jsonl."""
-    return traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
-
-
 def read_run(traces: Path) -> schemas.RunInfo:
     """Return the run.json beside a trace file; empty if there is none (other people's traces)."""
-    path = run_file(traces)
+    path = traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
     return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
 
 

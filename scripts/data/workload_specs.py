@@ -48,8 +48,7 @@ TILE_ROWS = 128
 """`max_rows` of a masked grouped GEMM is a multiple of this."""
 
 TYPES = {"<f4": "F32", "<u2": "BF16", "<i4": "I32"}
-"""safetensors' names, by the types of the arrays that store the data. bfloat16 is stored as its
-bits."""
+"""safetensors' names, by the types of the arrays; bfloat16 is stored as its bits."""
 
 
 # --- files of tensors -----------------------------------------------------------------------------
@@ -93,8 +92,7 @@ def is_foreign(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """One workload of a layer: the known facts of the captured one, and the draw that replaces
-    it."""
+    """One workload of a layer: the known facts of the captured one, and the draw in its place."""
 
     uuid: str
     seq_len: int
@@ -143,8 +141,7 @@ def _bfloat16(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """One workload of a grouped GEMM: the rows of every expert, and the layer's workload that they
-    are from."""
+    """One workload of a grouped GEMM: the rows of every expert, and their layer's workload."""
 
     uuid: str
     layer: str  # uuid of the layer's workload
@@ -162,8 +159,7 @@ class GemmSpec:
 
     @property
     def pinned(self) -> dict[str, int | None]:
-        """The inputs that are not random. With masked rows the host's `expected_m` is that of even
-        routing."""
+        """The inputs that are not random. `expected_m` of masked rows is that of even routing."""
         if self.definition.rows != MASKED:
             return {"m_indptr": None}
         expected = -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)
@@ -180,8 +176,7 @@ Spec = WorkloadSpec | GemmSpec
 
 
 def blob_path(spec: Spec) -> Path:
-    """Return the path of the workload's tensors below a data set's root, as in the official data
-    set."""
+    """Return the path of the workload's tensors in a data set, as in the official one."""
     name = spec.definition.name
     folder = Path("blob") / "workloads" / spec.definition.op_type / name
     return folder / f"{name}_{spec.blob}.safetensors"

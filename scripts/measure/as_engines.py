@@ -1,10 +1,8 @@
-"""The layer as serving engines call it: with bfloat16 tokens, chosen experts and quantisation
-inside the call.
+"""The layer as serving engines call it: bfloat16 tokens, chosen experts, quantisation in the call.
 
-`moe_fp8.experts` and the engines' own functions take chosen experts. All of them are timed behind
-the same routing, one launch of the Triton peers. Solutions that take FP8 are timed behind a
-quantiser of one launch. The engines' weights have gate above up, as in all forms of `experts` but
-one.
+`moe_fp8.experts` and the engines' own functions take chosen experts. All are timed behind the same
+routing, one launch of the Triton peers. Solutions that take FP8 are timed behind a quantiser of one
+launch. The engines' weights have gate above up, as in all forms of `experts` but one.
 
 The FP8 forms of ours show the cost of quantisation, of the gate-above-up order and of token-major
 scales. A peer that reorders its weights in every call has a second line with weights that were
@@ -91,7 +89,7 @@ def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
         expert_map=places,
         quant_config=fp8_w8a8_moe_quant_config(w13_scale, w2_scale, block_shape=[BLOCK, BLOCK]),
     )
-    return lambda ids, expert_weights, x: fused_experts(x, w13, w2, expert_weights, ids, **options)
+    return lambda ids, topk_weights, x: fused_experts(x, w13, w2, topk_weights, ids, **options)
 
 
 def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
@@ -113,10 +111,10 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
         use_fp8_w8a8=True, w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[BLOCK, BLOCK]
     )
 
-    def run(ids: torch.Tensor, expert_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def run(ids: torch.Tensor, topk_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         local = places.index_select(0, ids.view(-1)).view_as(ids)  # -1 elsewhere
         return fused_experts(
-            x, w13, w2, StandardTopKOutput(expert_weights, local, None), config, **options
+            x, w13, w2, StandardTopKOutput(topk_weights, local, None), config, **options
         )
 
     return run

@@ -71,8 +71,7 @@ class Case(NamedTuple):
 
 
 def random(generator: torch.Generator, *size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FP8 matrices `[E, rows, columns]`, drawn one expert after the other, and their
-    scales."""
+    """Draw FP8 matrices `[E, rows, columns]`, one expert after the other, and their scales."""
     experts, rows, columns = size
     device = generator.device
     values = torch.empty(size, dtype=FP8, device=device)
@@ -107,8 +106,7 @@ def make_case(weights: Weights, tokens: int, seed: int, uneven: bool = False) ->
 
 
 def reference(case: Case) -> torch.Tensor:
-    """Return the output `[sum of the counts, H]` in float32, without quantisation between the
-    GEMMs."""
+    """Return `[sum of the counts, H]` in float32, without quantisation between the GEMMs."""
     there = case.there
     ids = there.nonzero()[:, :1]
     x = case.x.view(torch.uint8)[there].view(FP8)  # torch does not index float8
@@ -119,7 +117,7 @@ def reference(case: Case) -> torch.Tensor:
 # --- the peer -------------------------------------------------------------------------------------
 
 Between = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""A function of gate and up `[E, R, 2 I]` bfloat16, the counts and the expected count. Returns FP8
+"""A function of gate and up `[E, R, 2 I]` bfloat16, the counts and the expected count: returns FP8
 `[E, R, I]` and scales."""
 
 
@@ -199,8 +197,7 @@ FROM_BF16 = "batched_experts bf16"
 
 
 def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
-    """Yield each subject's name, true if it is a peer, and a function that makes its call. The
-    calls share an output."""
+    """Yield names, true if a peer, and makers of calls. The calls share an output."""
     new = partial(torch.empty, dtype=BF16, device=case.x.device)
     there = case.there
     g, out, unscaled = new(*case.x.shape[:2], 2 * WIDTH), new(case.x.shape), case.x.to(BF16)
@@ -222,17 +219,17 @@ def measure(into: Writer, case: Case, rates: Rates, repeats: int) -> None:
     read = sum(gemm_bytes(sum(map(bool, counts)), 0, n, k) for n, k in gemms)
     flops = sum(gemm_flops(sum(counts), n, k) for n, k in gemms)
     least_s = max(read / bandwidth(rates), flops / rates["fp8_flops_per_s"])
-    correct, figures_of = {}, {}
+    correct, row_of = {}, {}
     for name, is_peer, prepare in subjects(case):
-        figures_of[name] = {"peer": is_peer, "clock": "device"}
+        row_of[name] = {"peer": is_peer, "clock": "device"}
         try:
-            correct[name], figures_of[name]["calc_diff"] = checked(case, name, prepare)
+            correct[name], row_of[name]["calc_diff"] = checked(case, name, prepare)
         except ImportError as error:
             into.add(labels, name, peer=is_peer, not_tried=error_line(error))
         except FAILURES as error:
             into.add(labels, name, peer=is_peer, error=error_line(error))
     for name, times in device_times(correct, repeats).items():
-        into.add(labels, name, **figures_of[name], roofline=1e6 * least_s, **figures(times, "us"))
+        into.add(labels, name, **row_of[name], roofline=1e6 * least_s, **figures(times, "us"))
 
 
 def checked(case: Case, name: str, prepare: Callable[[], Timed]) -> tuple[Timed, float]:

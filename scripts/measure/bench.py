@@ -84,9 +84,8 @@ class Run:
         files.write_json(self.directory / "run.json", self.info)
 
     def go_on(self, environment_now: dict[str, Any], **now: Any) -> None:
-        """Move what run.json says of the earlier parts to `earlier`. Raises UsageError if the
-        machine, the packages or the settings differ: old and new results would not be
-        comparable."""
+        """Move what run.json says of the earlier parts to `earlier`. Raises UsageError if machine,
+        packages or settings differ: old and new results would not be comparable."""
         then = self.info
         changed = environment.differences(then.get("environment", {}), environment_now)
         changed += [
@@ -106,8 +105,7 @@ class Run:
         return traces.read_results(paths, self.info.get("definition", DEFINITION))
 
     def done(self) -> dict[tuple[str, str], Any]:
-        """Return the last result of each (uuid, solution) that was measured with the present
-        sources."""
+        """Return the last result of each (uuid, solution) that has the present sources."""
         return {
             (r.uuid, r.solution): r
             for r in self.results().itertuples()
@@ -116,7 +114,7 @@ class Run:
 
     def store(self, results: Sequence[Trace]) -> list[Trace]:
         """Store the results of a workload, and return them stamped. Raises OSError; earlier results
-        stay in the file."""
+        stay."""
         stamped = []
         for trace in results:  # copies: flashinfer-bench's traces may share their parts
             evaluation = trace.evaluation
@@ -125,10 +123,10 @@ class Run:
             libs = {**machine.libs, **self.libs, HASH: self.hashes[trace.solution]}
             if EMULATED in libs:
                 libs[TIMING] = machine.libs[TIMING]
-            stamped_evaluation = evaluation.model_copy(
+            updated = evaluation.model_copy(
                 update={"environment": machine.model_copy(update={"libs": libs})}
             )
-            stamped.append(trace.model_copy(update={"evaluation": stamped_evaluation}))
+            stamped.append(trace.model_copy(update={"evaluation": updated}))
         traces.append(self.traces, stamped)
         measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
         self.save_info(solutions={**self.info.get("solutions", {}), **measured})
@@ -404,15 +402,13 @@ def result_line(result: Trace) -> str:
 
 @contextlib.contextmanager
 def on_signals(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """Install `handler` for these signals unless they are ignored. Child processes inherit an
-    ignored signal."""
-    before = {
-        each: previous for each in signals if (previous := signal.getsignal(each)) != signal.SIG_IGN
-    }
+    """Install `handler` for signals that are not ignored. Child processes inherit ignored
+    signals."""
+    before = {each: old for each in signals if (old := signal.getsignal(each)) != signal.SIG_IGN}
     for each in before:
         signal.signal(each, handler)
     try:
         yield
     finally:
-        for each, previous in before.items():
-            signal.signal(each, previous)
+        for each, old in before.items():
+            signal.signal(each, old)

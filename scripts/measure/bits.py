@@ -42,8 +42,7 @@ difference; or the reason why it was `not_tried`."""
 
 
 def part(definition: Definition, inputs: Sequence[Any], index: torch.Tensor) -> list[Any]:
-    """Return the inputs of these tokens, in this order. Inputs without a token axis are not
-    copied."""
+    """Return the inputs of these tokens, in this order. Inputs without a token axis are shared."""
     selected = list(inputs)
     for i, spec in enumerate(definition.inputs.values()):
         if TOKEN_AXIS in (spec.shape or ()):
@@ -105,8 +104,8 @@ def replayed(solution: Solution, between: Callable[[], object]) -> torch.Tensor 
 
 
 def batches(output: torch.Tensor, width: int, calls: int) -> list[torch.Tensor]:
-    """Return up to `calls` batches of `width` neighbouring tokens, without those whose outputs are
-    all zero."""
+    """Return up to `calls` batches of `width` neighbouring tokens that have an output other than
+    0."""
     alive = output.ne(0).flatten(1).any(dim=1)
     every = torch.arange(len(output), device=output.device).split(width)
     useful = [index for index in every if bool(alive[index].any())]

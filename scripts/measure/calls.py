@@ -1,7 +1,6 @@
 """The calls of a layer that are measured on a number of tokens: solutions, and `moe_fp8.experts`.
 
-Several layers are measured one after the other. Each has solutions, inputs and a roofline of its
-own.
+Each of several layers has solutions, inputs and a roofline of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -108,27 +107,23 @@ def arguments(definition: Definition, inputs: MoeInputs) -> list[Any]:
 
 
 def given_experts(layer: MoeDefinition, inputs: MoeInputs) -> Timed:
-    """Prepare a call of `moe_fp8.experts` on the experts that the logits choose. The routing is
-    done before the call."""
+    """Prepare a call of `moe_fp8.experts` on the experts that the logits choose, routed before."""
     logits, bias, x, x_scale, *weights = inputs[:8]
     shape, factor = MoeShape(**layer.shape), float(inputs.routed_scaling_factor)
-    ids, expert_weights = choose_experts(logits, bias, factor, shape)
+    ids, topk_weights = choose_experts(logits, bias, factor, shape)
     offset = int(inputs.local_expert_offset)
 
-    def run(ids: Any, expert_weights: Any, x: Any, x_scale: Any, out: Any) -> None:
-        options: dict[str, Any] = dict(local_expert_offset=offset, num_experts=layer.num_experts)
-        experts(
-            ids, expert_weights, x, *weights, x_scale=x_scale, gate_first=False, **options, out=out
-        )
+    def run(ids: Any, topk_weights: Any, x: Any, x_scale: Any, out: Any) -> None:
+        more: dict[str, Any] = dict(local_expert_offset=offset, num_experts=layer.num_experts)
+        experts(ids, topk_weights, x, *weights, x_scale=x_scale, gate_first=False, **more, out=out)
 
     return Timed(
-        run, [ids.int(), expert_weights, x, x_scale, torch.empty_like(x, dtype=torch.bfloat16)]
+        run, [ids.int(), topk_weights, x, x_scale, torch.empty_like(x, dtype=torch.bfloat16)]
     )
 
 
 class OfDefinition:
-    """The calls of a definition's solutions. For the layer with a shared expert, `moe_fp8.experts`
-    too."""
+    """The calls of a definition's solutions; with a shared expert, `moe_fp8.experts` too."""
 
     def __init__(self, layer: MoeDefinition, chosen: Chosen):
         self.layer, self.chosen, self.skipped = layer, chosen, chosen.skipped

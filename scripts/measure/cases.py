@@ -17,9 +17,8 @@ from scripts.measure.gemm_problems import Histogram, counted
 
 
 class Problems:
-    """Inputs for any number of tokens: those of a workload, or with routing drawn like that of the
-    nearest of our workloads: the same popular experts and groups, as many requests, the same
-    rank."""
+    """Inputs for any number of tokens: those of a workload, or with routing drawn like the nearest
+    workload's: the same popular experts and groups, as many requests, the same rank."""
 
     def __init__(self, root: Path, device: str, seed: int, layer: MoeDefinition = DEFAULT):
         self.root, self.layer = root, layer
@@ -28,8 +27,7 @@ class Problems:
         self.inputs = Inputs(trace_set, device, seed)
 
     def by_name(self, values: Sequence[Any]) -> MoeInputs:
-        """Return the definition's inputs by name. Some routings have fewer inputs: the others get
-        neutral values."""
+        """Return the definition's inputs by name, with neutral values for inputs that it lacks."""
         absent: dict[str, Any] = {
             "routing_bias": None,
             "local_expert_offset": 0,
@@ -71,8 +69,7 @@ def nearest_spec(layer: MoeDefinition, length: int) -> WorkloadSpec:
 
 class SharedProblems(Problems):
     """Inputs of `definitions.SHARED` for any number of tokens: the routed experts of DeepSeek-V3
-    TP8's workloads, and the shared expert. The sigmoids of the logits have the ratio of the
-    weights."""
+    TP8's workloads, and the shared expert. The logits' sigmoids have the ratio of the weights."""
 
     def __init__(self, root: Path, device: str, seed: int):
         self.root, self.layer = root, SHARED

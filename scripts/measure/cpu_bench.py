@@ -185,7 +185,7 @@ def evaluations(
             yield s, fields, {}
     if emulation and passed:
         note(f"the kernels for {emulation.target}, emulated:")
-        more = {TIMING: emulated.timing_method(emulation.target), EMULATED: emulation.target}
+        more = {TIMING: f"kernels, {emulation.target}, emulated", EMULATED: emulation.target}
         judged = functools.partial(evaluate, case, config)
         for s, fields in emulated.evaluations(emulation, passed, models, judged):
             note(f"{s.name}: {fields['status']}")

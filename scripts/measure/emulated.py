@@ -51,11 +51,6 @@ class Emulation:
         return tokens(trace.workload) <= self.most
 
 
-def timing_method(target: str) -> str:
-    """The text in place of a trace's timing method."""
-    return f"kernels, {target}, emulated"
-
-
 def why_not() -> str:
     """Return the reason why nothing can be emulated here, in one line, or an empty string. The
     first call on a machine builds the emulator, some 10 s."""
@@ -92,8 +87,7 @@ def emulate(target: str) -> None:
 
 
 def _use_kernels(package: str, target: str) -> None:
-    """Make the `moe_fp8` of a built solution, imported as `package`, use the kernels for `target`
-    on CPU tensors."""
+    """Make a built solution's `moe_fp8`, imported as `package`, use the kernels on CPU tensors."""
     architectures: Any = importlib.import_module(f"{package}.kernels.architectures")
     architecture = architectures.of_target(target)
     architectures.has_kernels = lambda device: True

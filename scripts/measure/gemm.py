@@ -84,8 +84,8 @@ def rotated(calls: Sequence[Timed]) -> Timed:
 def run_problem(
     writer: Writer, problem: Problem, variants: Sequence[Variant], timing: Timing
 ) -> None:
-    """Write a row for each variant, with its time in us or its error. A variant with a wrong output
-    is not timed."""
+    """Write a row for each variant, with its time in us or its error. Wrong variants are not
+    timed."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     sets = min(LAUNCHES, max(2, -(-4 * l2 // int(problem.bytes)) + 1))
     source = weights(problem.experts, problem.n, problem.k, "cuda", timing.seed)
@@ -116,8 +116,7 @@ def run_problem(
 
 
 def collect_variants(layers: bool, problem: Problem) -> list[Variant]:
-    """Return our kernel and the peers. On the layer's problems our kernel is as the solutions ship
-    it."""
+    """Return our kernel, on the layer's problems as the solutions ship it, and the peers."""
     if layers:
         own = [variant for name in SOLUTIONS for variant in solution_variants(name, problem)]
     else:

@@ -30,8 +30,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One GEMM of [rows, k] x [n, k]^T for each expert. `tokens`: those of the workload behind
-    it."""
+    """One GEMM of [rows, k] x [n, k]^T for each expert; `tokens` of its workload."""
 
     rows: tuple[int, ...]
     n: int

@@ -120,8 +120,7 @@ class Operands:
         return Placed(a.view(flat.a.dtype), a_scale, out, index, rows, expert)
 
     def aligned_to(self, multiple: int) -> Placed:
-        """Start every expert at a multiple of so many rows. An expert without rows takes no
-        room."""
+        """Start every expert at a multiple of so many rows; without rows it takes no room."""
         ends = list(itertools.accumulate(padded(rows, multiple) for rows in self.problem.rows))
         return self.placed([0, *ends[:-1]], max(multiple, ends[-1]))
 
@@ -140,8 +139,8 @@ class Operands:
 
 
 def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Timed]:
-    """Return calls that only read the weights [E, N, K] of the experts that have rows, each in
-    another order."""
+    """Return calls that only read the weights [E, N, K] of experts with rows, each in another
+    order."""
     device = weights.device
     active = [e for e, count in enumerate(rows) if count]
     experts = torch.tensor(active, dtype=torch.int32, device=device)
@@ -228,8 +227,7 @@ def shipped(name: str, problem: Problem) -> Any:
 
 
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
-    """Return the heuristic's configs of a GEMM for uneven rows, from few rows to many. `known` is
-    passed on to the heuristic."""
+    """Return the heuristic's configs of a GEMM for uneven rows, from few rows to many."""
     choose, shape = gpu.architecture().choose, LAYER_SHAPES[gemm]
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 

@@ -64,8 +64,7 @@ class Work(NamedTuple):
 
 
 def short_name(kernel: str) -> str:
-    """Return a kernel's own name: a class of ours, or the function without namespaces and
-    arguments."""
+    """Return a kernel's own name: our class, or the function without namespaces and arguments."""
     if match := OURS.search(kernel):
         return match[1]
     plain = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
@@ -124,8 +123,7 @@ def work(
 def works(
     names: Sequence[str], h: Histogram, layer: MoeDefinition = DEFAULT
 ) -> list[tuple[str, str | None, Work | None]]:
-    """Return the short name, the stage and the work of each kernel of a call; stage and work may be
-    None."""
+    """Return the short name of each kernel of a call, and its stage and work if known."""
     known, short = stages(names), list(map(short_name, names))
     others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (

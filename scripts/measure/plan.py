@@ -1,5 +1,4 @@
-"""The plan of a measurement: solutions, workloads, and pairs of them. What is left out goes to
-stderr.
+"""The plan of a measurement: solutions, workloads, and pairs of them. Says what is left out.
 
 For a finished run the pairs are those that have an output, whose solutions have the same sources as
 then, and that can run on this machine, which must be of the same kind.
@@ -111,7 +110,7 @@ def choose(
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
-    chosen_traces = trace_set.workloads[definition.name]
+    picked = trace_set.workloads[definition.name]
     traces = run / "traces.jsonl" if run else None
     if traces:
         wanted = _of_run(traces, definition, every, hardware)
@@ -119,9 +118,7 @@ def choose(
             return Plan(trace_set, [], [], set(), hardware, {}, packed)
         every = [s for s in every if any(s.name == name for _, name in wanted)]
         if not workloads:
-            chosen_traces = [
-                t for t in chosen_traces if any(t.workload.uuid == uuid for uuid, _ in wanted)
-            ]
+            picked = [t for t in picked if any(t.workload.uuid == uuid for uuid, _ in wanted)]
     machine = this_machine(use_gpu)
     chosen = select_solutions(every, solutions)
     allowed, foreign = split_foreign(chosen, packed, solutions, run_foreign)
@@ -134,11 +131,11 @@ def choose(
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
     say_whose_reference(local)
-    chosen_traces = select_workloads(chosen_traces, workloads, max_tokens)
-    make_missing_workloads(local, chosen_traces)
-    pairs = {(t.workload.uuid, s.name) for t in chosen_traces for s in available}
+    picked = select_workloads(picked, workloads, max_tokens)
+    make_missing_workloads(local, picked)
+    pairs = {(t.workload.uuid, s.name) for t in picked for s in available}
     pairs = pairs & wanted if traces else pairs
-    return Plan(trace_set, available, chosen_traces, pairs, hardware, skipped, packed)
+    return Plan(trace_set, available, picked, pairs, hardware, skipped, packed)
 
 
 def _of_run(

@@ -23,8 +23,7 @@ from scripts.measure.timing import Timed, one_after_another, require_times
 def measure_reading(
     cases: Sequence[Histogram], repeats: int, layer: MoeDefinition = DEFAULT
 ) -> dict[str, float]:
-    """Measure the milliseconds of reading both GEMMs' weights of a case's active experts once; by
-    uuid.
+    """Time reading both GEMMs' weights of each case's active experts once, in ms by uuid.
 
     A CUDA graph of one reading of each tensor is replayed after the L2 cache was overwritten. The
     result is the median of the replays, for the faster of the orders in which a tensor can be read.

@@ -29,15 +29,12 @@ FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU."""
 WARMUP = 3
 TRACED_CALLS = 7
-"""The most traced calls of a solution that cannot be captured: starting the profiler for each takes
-long."""
+"""The most calls of a solution that is traced: starting the profiler for each takes long."""
 HARNESS_EVENTS = hasattr(harness, "do_bench")
-"""True if flashinfer-bench times calls by events, host included, as 0.1.2 does. Its main branch
-times kernels."""
+"""True if flashinfer-bench times calls by events, host included (0.1.2; main: kernels)."""
 HARNESS_CLOCK = "CUDA events, mean" if HARNESS_EVENTS else "CUPTI, median"
 FAILURES = (Exception, SystemExit)
-"""Exceptions that code of a data set may raise. An uncaught sys.exit would end a program as if it
-had succeeded."""
+"""Exceptions of a data set's code: sys.exit in it would end a program as if it had succeeded."""
 
 Run = Callable[[], Any]
 
@@ -73,8 +70,8 @@ def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
 
 
 def figures(times: Mapping[str, Any], unit: str = "ms", launches: int = 1) -> dict[str, Any]:
-    """Return the fields of a row from a `summary` of calls that make `launches` launches, or from
-    an `error`."""
+    """Return a row's fields from a `summary` of calls of `launches` launches, or from an
+    `error`."""
     if "error" in times:
         return dict(times)
     scale = {"ms": 1.0, "us": 1e3}[unit] / launches
@@ -184,8 +181,7 @@ class Timed:
 
 
 class Returning(Timed):
-    """A call that returns its output in new memory. The last argument becomes the last call's
-    output."""
+    """A call that returns its output in new memory, which becomes the last argument."""
 
     def __call__(self) -> None:
         self.arguments[-1] = self.runnable(*self.arguments)

@@ -57,8 +57,7 @@ def picked(tokens: int, shape: MoeShape, terms: int) -> Pair:
 
 
 def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> list[Pair]:
-    """Return the shipped pair first, then all pairs that are at most a step from it on the two
-    GEMMs' ladders."""
+    """Return the shipped pair, then all pairs at most a step from it on the two GEMMs' ladders."""
 
     def near(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
         at = rungs.index(config)
@@ -73,8 +72,7 @@ multiprocessor."""
 
 
 def with_pair(pair: Pair, depths: tuple[int, int] | None = None) -> Callable[..., Pair]:
-    """Return a function of the layer's configs if the heuristic had picked `pair`, with `depths`
-    stages."""
+    """Return the layer's configs as if the heuristic had picked `pair`, with `depths` stages."""
 
     def configs(tokens: int, shape: MoeShape, terms: int) -> Pair:
         def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
@@ -90,8 +88,7 @@ def with_pair(pair: Pair, depths: tuple[int, int] | None = None) -> Callable[...
 
 
 def candidates(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> dict[str, Callable[..., Pair]]:
-    """Return the candidates by name: the shipped pair, the neighbouring pairs, and the shipped pair
-    with other pipeline depths."""
+    """Return by name the shipped pair, the neighbouring pairs, and other pipeline depths of it."""
     layers = {" + ".join(map(str, pair)): with_pair(pair) for pair in pairs(shipped, ladders)}
     if all(config.swap_ab for config in shipped):
         for depths in itertools.product(DEPTHS, DEPTHS):

@@ -10,7 +10,7 @@ together, or each through its own part.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -19,7 +19,7 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
-from moe_fp8.kernels.compile import OPTIONS, Argument, Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.compile import OPTIONS, Extent, Scalar, Tensor, fakes
 from moe_fp8.kernels.dsl import SmemAllocator
 
 LINE = 128
@@ -134,22 +134,18 @@ class StreamWeights:
             read[cta] = result
 
 
-def compile_for(arch: str, kernel: Any, arguments: Sequence[Argument]) -> Any:
-    """Compile the kernel as a function that takes the caller's stream. Needs no GPU."""
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = OPTIONS.format(arch=arch)
-    return cute.compile(kernel, *fakes(arguments), stream, options=options)
-
-
 @functools.cache
 def compile_stream(chunks: int, side_by_side: bool, arch: str, add_up: bool = False) -> Any:
+    """Compile the kernel as a function that takes the caller's stream. Needs no GPU."""
     arguments = (
         Tensor(Float8E4M3FN, (Extent("lines"), LINE)),
         Tensor(Int32, (Extent("active"),), align=4),
         Tensor(Int64, (Extent("ctas"),), align=8),
         Scalar(Int32),
     )
-    return compile_for(arch, StreamWeights(chunks, side_by_side, add_up), arguments)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel, options = StreamWeights(chunks, side_by_side, add_up), OPTIONS.format(arch=arch)
+    return cute.compile(kernel, *fakes(arguments), stream, options=options)
 
 
 def readers(

@@ -50,8 +50,7 @@ TOOLCHAINS = {"cuda", "cuda-toolkit", "nvcc", "cutlass", "cudnn", "python", "gcc
 
 @dataclass(frozen=True)
 class Machine:
-    """The properties that decide: the GPU's compute capability, None without a GPU, and the
-    packages."""
+    """The GPU's compute capability, None without a GPU, and the packages: they decide."""
 
     capability: Capability | None
     version: Callable[[str], str | None]
@@ -75,8 +74,7 @@ def this_machine(use_gpu: bool = True) -> Machine:
 
 
 def capability_of(name: str) -> Capability | None:
-    """Return the compute capability of a GPU by its name, or of 'sm_90' itself; None if not
-    known."""
+    """Return the compute capability of a GPU by name, or of 'sm_90' itself; None if not known."""
     for word in re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm")):
         if word in CAPABILITIES:
             return CAPABILITIES[word]
@@ -100,8 +98,7 @@ def requirements(solution: "Solution") -> list[Requirement]:
 
 
 def why_not(solution: "Solution", machine: Machine) -> str | None:
-    """Return the reason why the solution cannot run on the machine's GPU, in one line; None if it
-    can."""
+    """Return why the solution cannot run on the machine's GPU, in one line; None if it can."""
     if machine.capability is None:
         return NEEDS_GPU
     wanted = [capability_of(name) for name in solution.spec.target_hardware]

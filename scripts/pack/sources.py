@@ -75,8 +75,7 @@ def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> boo
 
 
 def _names(solutions: Iterable[str]) -> list[str]:
-    """Return short names, once for a solution of several definitions, whose sources are the
-    same."""
+    """Return short names; solutions of several definitions once, as their sources are the same."""
     of_another = re.compile(f"_({'|'.join(other.short for other in TABLE[1:])})$")
     return list(dict.fromkeys(of_another.sub("", short_name(name)) for name in solutions))
 

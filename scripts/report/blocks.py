@@ -66,8 +66,7 @@ def ranking(recorded: Recorded) -> Section:
 
 
 def ladder(recorded: Recorded) -> Section:
-    """Return our generations, one below the other, at a few numbers of tokens, by the device's
-    clock."""
+    """Return our generations, one below the other, at a few numbers of tokens, by device time."""
     ms = recorded.main.results.pivot_table("device", "solution", "tokens")
     ms = ms.reindex(index=[PREFIX + name for name in GENERATIONS], columns=LADDER_TOKENS)
     faster = ms.ffill().shift() / ms
@@ -98,8 +97,7 @@ def latency_plot(recorded: Recorded, nearest: bool = False) -> Section:
 
 
 def accuracy(recorded: Recorded) -> Section:
-    """Return a line for each group of solutions with equal figures; bitwise equal outputs have
-    them."""
+    """Return a line for each group of solutions with equal figures, such as bitwise equal ones."""
     groups: dict[tuple[str, str], list[str]] = {}
     for s in recorded.main.summary.dropna(subset=["matched_ratio", "cosine"]).itertuples():
         key = (f"{100 * s.matched_ratio:.1f} %", f"{s.cosine:.5f}")
@@ -192,8 +190,7 @@ def gemm_plot(recorded: Recorded) -> Section:
 
 
 def measured(recorded: Recorded, name: str, text: str) -> str:
-    """Return the machine and day of a sweep, its place in the record, and the subjects that it
-    lacks."""
+    """Return the machine and day of a sweep, its place, and the subjects that it lacks."""
     rows = recorded.rows
     measurement = rows.measurements[name]
     where = markdown(f"{measurement['hardware']}, {measurement['environment']['time'][:10]}")
@@ -250,8 +247,7 @@ def sweep(name: str, recorded: Recorded) -> Section:
 
 
 def form_costs(f: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each form of `experts` with FP8 tokens, its device times over those with
-    bfloat16."""
+    """Return the device times of `experts` with FP8 tokens over those with bfloat16, by form."""
     ms = pivots.wide(f, pivots.SWEEP)
     forms = [name for name in ms if name.startswith(f"{FORM} fp8")]
     return ms[forms].div(ms[f"{FORM} bf16"], axis=0)

@@ -77,8 +77,7 @@ def block(name: str, recorded: Recorded, folder: Path) -> str:
 
 
 def passages(text: str) -> list[str]:
-    """Split a page into the text before the first record, which has no figures, and the passage of
-    each record."""
+    """Split a page into the text before the first record and the passage of each record."""
     first, *others = re.split(r"(?=<!-- record: )", text)
     if BLOCK.search(first):
         raise UsageError("a generated block must follow a <!-- record: DIRECTORY -->")
@@ -118,8 +117,7 @@ def pictures(text: str, recorded: Recorded) -> Iterator[tuple[Path, Picture]]:
 
 
 def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
-    """Return a problem for each block and picture of a passage that does not fit the present
-    record."""
+    """Return a problem for each block and picture of a passage that the record contradicts."""
     current = generate(text, recorded, page.parent)
     blocks = zip(BLOCK.finditer(text), BLOCK.finditer(current), strict=True)
     problems = [

@@ -58,8 +58,8 @@ def new_figure(
 
 
 def image(figure: "Figure", form: str, source: str = "") -> bytes:
-    """Return the figure as an "svg" or a "png". The image's metadata has `source`, which identifies
-    its data."""
+    """Return the figure as an "svg" or a "png", with `source`, which names its data, as
+    metadata."""
     import matplotlib
 
     out = io.BytesIO()
@@ -69,8 +69,7 @@ def image(figure: "Figure", form: str, source: str = "") -> bytes:
 
 
 def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
-    """Return colour, line and marker of each subject: ours solid and cool, peers dashed and
-    warm."""
+    """Return colour, line and marker by subject: ours solid and cool, peers dashed and warm."""
     by_subject: dict[str, dict[str, Any]] = {}
     for peer, colours in ((False, OUR_COLOURS), (True, PEER_COLOURS)):
         for number, subject in enumerate(peers.index[peers == peer]):
@@ -89,8 +88,7 @@ def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
 def latency_figure(
     ranking: Ranking, roofline_ms: dict[str, float], clock: Clock = "harness"
 ) -> "Figure":
-    """Plot the latency of every solution over the workloads by T, evenly spaced, and the roofline
-    if it is known."""
+    """Plot every solution's latency over the workloads by T, evenly spaced, and the roofline."""
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
     roofline = pd.Series(roofline_ms, dtype=float).reindex(uuids)
@@ -152,8 +150,7 @@ def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
 
 
 def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":
-    """Plot the reached rate over the tokens: memory-bound workloads in TB/s, the others in
-    TFLOP/s."""
+    """Plot the reached rate over the tokens: TB/s of memory-bound workloads, TFLOP/s of others."""
     reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
     f = f.assign(computes=compute_bound(f, rates), tbytes=f.gbytes / 1e3)
     shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())

@@ -51,8 +51,7 @@ class Setup:
 
     @property
     def dense(self) -> str | None:
-        """The kernel of dense layers, if vLLM's variable asks for another one than vLLM's
-        choice."""
+        """The kernel of dense layers, if vLLM's variable asks for another one than the default."""
         asked = self.engine == "vllm" and os.environ.get("VLLM_USE_DEEP_GEMM") == "1"
         return "DeepGEMM" if asked else None
 
@@ -111,20 +110,17 @@ class Vllm:
             temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=tokens,
             logprobs=0 if logprobs else None,
         )  # fmt: skip
-        token_prompts: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = [
-            output.outputs[0]
-            for output in self.llm.generate(token_prompts, sampling, use_tqdm=False)
-        ]
+        requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
         return [
             Generated(
                 list(output.token_ids),
                 [
-                    candidates[t].logprob
-                    for candidates, t in zip(output.logprobs or (), output.token_ids, strict=False)
+                    p[t].logprob
+                    for p, t in zip(output.logprobs or (), output.token_ids, strict=False)
                 ],
             )
-            for output in outputs
+            for output in (request.outputs[0] for request in outputs)
         ]
 
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
@@ -136,8 +132,7 @@ class Vllm:
 
 
 def use_tuned_files(vllm: Path) -> None:
-    """Use vLLM's tuned configs of its Triton kernel for an H200 if it has none for this GPU. It
-    ships fewer for an H100."""
+    """Use vLLM's tuned configs for an H200 if it has none for this GPU; an H100 has fewer."""
     import torch
 
     name = torch.cuda.get_device_name().replace(" ", "_")
@@ -187,10 +182,7 @@ class Sglang:
         return [
             Generated(
                 list(output["output_ids"]),
-                [
-                    candidates[0]
-                    for candidates in output["meta_info"].get("output_token_logprobs", ())
-                ],
+                [entry[0] for entry in output["meta_info"].get("output_token_logprobs", ())],
             )
             for output in outputs
         ]

@@ -78,8 +78,7 @@ def fill(model: Any) -> None:
 
 @functools.cache  # an engine may register a plugin several times
 def watch() -> None:
-    """Compare the layers' calls of all callers with the reference, and count our compiled
-    kernels."""
+    """Compare the layers' calls of all callers with the reference, and count our compilations."""
     from moe_fp8 import api
 
     from scripts.serve.layer_check import checking

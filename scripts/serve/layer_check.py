@@ -1,5 +1,4 @@
-"""The check of the experts' calls inside an engine, on its real activations, against float32
-arithmetic."""
+"""The check of the experts' calls inside an engine, on real activations, in float32 arithmetic."""
 
 import functools
 from collections.abc import Callable
@@ -14,8 +13,7 @@ Experts = Callable[..., torch.Tensor]
 
 
 def checking(experts: Experts, tokens: int, report: Callable[[float], None]) -> Experts:
-    """Return `experts` with a check: the first call of each layer with `tokens` tokens is compared
-    and reported."""
+    """Return `experts` that compares and reports each layer's first call of so many tokens."""
     seen = set()
 
     @functools.wraps(experts)

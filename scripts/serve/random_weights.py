@@ -1,5 +1,4 @@
-"""Random weights of a realistic spread. The engines' own dummy weights have equal FP8 values, and
-scales of one.
+"""Random weights of a realistic spread; the engines' own have equal FP8 values, and scales of one.
 
 Every parameter follows from its name and shape alone, so all backends serve the same model.
 """
@@ -25,7 +24,7 @@ def fill(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def fill_one(name: str, p: torch.Tensor) -> None:
-    """Write one parameter. A projection's outputs get unit spread: its standard deviation is 1 /
+    """Write one parameter. Unit spread of a projection's outputs: standard deviation 1 /
     sqrt(K)."""
     generator = torch.Generator(p.device).manual_seed(zlib.crc32(name.encode()))
     leaf = name.rpartition(".")[2]

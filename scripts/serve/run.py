@@ -151,8 +151,7 @@ def counted(backend: Backend, at_start: int) -> Iterator[Row]:
 
 
 def compared(backend: Backend, answers: Answers) -> Iterator[Row]:
-    """Yield the agreement of tokens and log-probabilities with the first backend's, if it is
-    another one."""
+    """Yield the agreement of tokens and log-probabilities with those of the first backend."""
     first, *_ = answers
     if first == backend.setup.backend:
         return

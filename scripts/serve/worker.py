@@ -109,8 +109,7 @@ class Backend:
 
 
 def prompts(vocabulary: int, lengths: tuple[int, ...], seed: int) -> list[list[int]]:
-    """Draw random tokens, without the first and last few of a vocabulary, which have special
-    meanings."""
+    """Draw random tokens, without the first and last few of a vocabulary, which are special."""
     draw = random.Random(seed)
     return [[draw.randrange(10, vocabulary - 10) for _ in range(n)] for n in lengths]
 

@@ -1,4 +1,4 @@
-"""The traces that back a solution: passed on every workload, on one GPU, with the present
+"""The traces that back a solution: passed on all workloads, on one GPU, with the present
 sources."""
 
 import re

@@ -140,12 +140,12 @@ def collect(
     """Return the solutions with their evidence among the results; without names, those that have
     some. `options` are those of `evidence.back`. Raises Refused, PackError, UsageError."""
     chosen = select(generations(definition=definition), [Path(name).name for name in names])
-    traces_found = read_results(results, definition.name)
+    frame = read_results(results, definition.name)
     exports, refused = [], []
     for generation in chosen:
         export = export_of(generation, author)
         try:
-            traces, remark = evidence.back(export.solution, traces_found, **options)
+            traces, remark = evidence.back(export.solution, frame, **options)
         except evidence.Refused as error:
             if names:
                 raise

@@ -23,8 +23,7 @@ GEMM: Case = {"T": "tokens", "experts": "active", "rows": "rows", "N": "n", "K":
 
 
 def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFrame:
-    """Return the values by case and subject, both in the order of the rows. Every case of the frame
-    has a line."""
+    """Return the values by case and subject, in the order of the rows. Every case has a line."""
     columns = list(case.values())
     at_clock = f.clock.isna() if clock is None else f.clock == clock
     timed = f[f.value.notna() & at_clock].drop_duplicates([*columns, "subject"], keep="last")
@@ -35,7 +34,7 @@ def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFr
 
 DONE_BEFORE = ("experts", "fused_moe fp8", "experts fp8", "experts fp8 up first",
                "experts fp8 token-major")  # fmt: skip
-"""Subjects whose calls lack the routing or quantisation that every peer does in its call. They have
+"""Subjects timed without the routing or quantisation that every peer does in its call: they have
 times, but are not compared."""
 
 
@@ -101,16 +100,14 @@ def sweep_table(rows: Rows, name: str) -> Table:
     case = MODELS if f.definition.nunique() > 1 else SWEEP
     values = [wide(f, case, clock) for clock in CLOCKS]
     subjects = fastest_first(values[-1])
-    subjects += [name for at_clock in values for name in at_clock if name not in subjects]
-    values = [at_clock.reindex(columns=subjects).reset_index(drop=True) for at_clock in values]
+    subjects += [name for ms in values for name in ms if name not in subjects]
+    values = [ms.reindex(columns=subjects).reset_index(drop=True) for ms in values]
     roofline = roofline_of(f, case).reset_index(drop=True)
     lines = {**named_cases(wide(f, case), case), "roofline": numbers(roofline, ".3f")}
-    frame = pd.concat(
-        [pd.DataFrame(lines), joined(marked(at_clock, ".4f") for at_clock in values)], axis=1
-    )
+    frame = pd.concat([pd.DataFrame(lines), joined(marked(ms, ".4f") for ms in values)], axis=1)
     frame.columns = [short_name(name) for name in frame]
-    shares = [(roofline / compared(at_clock).min(axis=1)).map(percent) for at_clock in values]
-    ratios = [versus(at_clock, peers_of(f)).map(ratio) for at_clock in values]
+    shares = [(roofline / compared(ms).min(axis=1)).map(percent) for ms in values]
+    ratios = [versus(ms, peers_of(f)).map(ratio) for ms in values]
     frame["roofline / best"], frame["best peer / our best"] = joined(shares), joined(ratios)
     title = "Harness/device time in ms, * the fastest"
     return Table(frame, left=int("layer" in case), title=title)
@@ -203,8 +200,7 @@ def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
 
 
 def tuned_table(rows: Rows) -> Table:
-    """Return the fastest pair of configs for each number of tokens, the shipped pair, and its
-    loss."""
+    """Return the fastest pair of configs at each T, the shipped pair, and its loss."""
     f = rows.frame("tune_layer").dropna(subset=["best"])
     frame = pd.DataFrame({"T": f.tokens.astype(int).astype(str), "best": f.best})
     frame["us"] = numbers(f.best_us, ".1f")
@@ -321,14 +317,12 @@ def ratios_table(f: pd.DataFrame) -> Table:
     each = shape.where(ours.tokens > 0, ours["rows"].map("{:g} rows".format))
     both = pd.concat([ours.assign(of="all"), ours.assign(of=each)])
     grouped = both.groupby(["subject", "of"], sort=False).vs_best_peer
-    ratios = grouped.agg(problems="count", median="median", min="min")
-    ratios["below 1.0"] = (
+    frame = grouped.agg(problems="count", median="median", min="min")
+    frame["below 1.0"] = (
         both[both.vs_best_peer < 1]
         .groupby(["subject", "of"])
         .size()
-        .reindex(ratios.index, fill_value=0)
+        .reindex(frame.index, fill_value=0)
     )
-    ratios[["median", "min"]] = ratios[["median", "min"]].map(
-        lambda value: number(value, ".3f", "x")
-    )
-    return Table(ratios.reset_index().astype(str), left=2, title="Ratio to the best peer")
+    frame[["median", "min"]] = frame[["median", "min"]].map(lambda value: number(value, ".3f", "x"))
+    return Table(frame.reset_index().astype(str), left=2, title="Ratio to the best peer")

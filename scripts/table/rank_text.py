@@ -118,8 +118,7 @@ def to_json(ranking: Ranking) -> dict[str, Any]:
 
 
 def without_gpu(ranked: Sequence[Ranking], records: "Sequence[Recorded]") -> str:
-    """Return the solutions' correctness, from this run, and their speed, from records of real
-    GPUs."""
+    """Return the solutions' correctness from this run, and their speed from records of GPUs."""
     return "\n\n".join([*map(print_ranking, ranked), *map(recorded_ranking, records)])
 
 

@@ -71,8 +71,7 @@ class Ranking:
         return self.results.groupby("solution").hash.agg(set).to_dict()
 
     def references(self) -> "pd.Series[float]":
-        """Return the ms of each workload's reference: the median, as each result has the reference
-        time of its own run."""
+        """Return the ms of each workload's reference: the median over the results' own runs."""
         return self.results.groupby("uuid").reference_ms.median()
 
 

@@ -1,5 +1,4 @@
-"""The content of a run's directory: traces.jsonl with run.json, and rows.jsonl with the other
-measurements."""
+"""A run's directory: traces.jsonl with run.json, and rows.jsonl with the other measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

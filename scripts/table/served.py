@@ -97,8 +97,7 @@ def timed_table(model: str, f: pd.DataFrame) -> Table:
 
 
 def checks_table(rows: Sequence[Row]) -> Table:
-    """Return the quantities other than times: start, worst layer, compilations, tokens; a line for
-    each model and backend."""
+    """Return the start, worst layer, compilations and tokens: a line for each model and backend."""
     f = frame_of(rows)
     f = f[~f.part.isin(TIMED)]
 

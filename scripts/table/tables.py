@@ -104,8 +104,8 @@ def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Ser
     """Return a clock's means, with the number of workloads if some that passed have no time."""
     count = summary[f"{clock}_count"]
     partly = (count > 0) & (count < summary.passed)
-    number_timed = (" (" + count.astype(str) + ")").where(partly, "")
-    return numbers(summary[f"{clock}_{mean}"], form) + number_timed
+    counts = (" (" + count.astype(str) + ")").where(partly, "")
+    return numbers(summary[f"{clock}_{mean}"], form) + counts
 
 
 def summary_table(ranking: Ranking) -> Table:
@@ -222,8 +222,7 @@ def by_part(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
 
 
 def bits_table(by_solution: Mapping[str, Checks]) -> Table:
-    """Return the checked solutions, by name, with a column for each check; empty if there are
-    none."""
+    """Return the checks by solution, a column for each check; empty if there are none."""
     names = dict.fromkeys(name for checks in by_solution.values() for name in checks)
     rows = [
         {"solution": short_name(solution)}
@@ -300,8 +299,7 @@ def ranking_tables(ranking: Ranking, roofline_ms: Mapping[str, float] | None = N
 
 
 def environment_table(recorded: "Recorded") -> Table:
-    """Return the machine, software and settings of the run: run.json, a row for each value, by its
-    place."""
+    """Return the machine, software and settings of the run: a row for each value of run.json."""
     info = dict(recorded.info)
     if "command" in info:
         info["command"] = " ".join(["run.py bench", *recorded.info["command"]])
@@ -314,8 +312,4 @@ def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
     if not isinstance(value, dict | list):
         return [(place, str(value))]
     inner = value.items() if isinstance(value, dict) else enumerate(value)
-    return [
-        leaf
-        for key, value_there in inner
-        for leaf in _leaves(value_there, f"{place} {key}".strip())
-    ]
+    return [leaf for key, child in inner for leaf in _leaves(child, f"{place} {key}".strip())]
