@@ -28,17 +28,17 @@ JSON: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="st
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
     """Return the trace files among the given files, directories and data-set roots."""
-    files_found: list[Path] = []
+    listed: list[Path] = []
     for path in paths:
         if path.is_file():
-            files_found.append(path)
+            listed.append(path)
         elif path.is_dir():
             traces = path / "traces"
             below = (traces if traces.is_dir() else path).rglob("*.jsonl")
-            files_found += sorted(file for file in below if file.name != rows.FILE)
+            listed += sorted(file for file in below if file.name != rows.FILE)
         else:
             raise UsageError(f"{path} does not exist")
-    return list({path.resolve(): path for path in files_found}.values())
+    return list({path.resolve(): path for path in listed}.values())
 
 
 def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.DataFrame:

@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def peers(self) -> dict[str, bool]:
-        """By name, true for each solution of the data set that is a peer."""
+        """True for each peer among the data set's solutions, by name."""
         own = own_hashes(self.packed)
         (every,) = self.trace_set.solutions.values()
         return {s.name: is_peer(s, own) for s in every}

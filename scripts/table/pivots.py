@@ -60,7 +60,7 @@ def called(rows: Rows, name: str) -> pd.DataFrame:
 
 
 def peers_of(f: pd.DataFrame) -> "pd.Series[bool]":
-    """By subject, true if it is a peer."""
+    """Return, by subject, true if it is a peer."""
     return (
         f.dropna(subset=["peer"]).drop_duplicates("subject").set_index("subject").peer.astype(bool)
     )
