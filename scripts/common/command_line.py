@@ -1,4 +1,4 @@
-"""What the command-line programs share: options, errors, exit statuses and progress.
+"""Options, errors, exit statuses and progress of the command-line programs.
 
 Imports nothing but the standard library, so that `--help` answers at once.
 """
@@ -28,34 +28,34 @@ EXIT_CODES = (
     "2 usage or environment, 130 interrupted, 143 the same by SIGTERM"
 )
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""What ends a program: Ctrl-C, and what a job gets at its limit, which is treated alike."""
+"""Signals that end a program: Ctrl-C, and the one that a job gets at its limit."""
 
 
 class UsageError(Exception):
-    """Something the user can put right: reported as one line, exit status 2."""
+    """An error that the user can correct: reported as one line, exit status 2."""
 
 
 class Failure(Exception):
-    """Something failed that no other call would put right: reported as one line, exit status 1."""
+    """A failure that no other options would avoid: reported as one line, exit status 1."""
 
 
 def say(text: str) -> None:
-    """Print lines that are no results to stderr, unprintable characters escaped."""
+    """Print lines other than results to stderr, with unprintable characters escaped."""
     print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
-    """A line about the step under way."""
+    """Say a line about the current step."""
     say(f"        {text}")
 
 
 def run_main(main: Callable[[], int]) -> None:
-    """Call `main` and exit with its status; a Failure becomes one line and status 1, a UsageError
-    or a file that cannot be read or written one line and status 2. Where `main` says that it was
-    interrupted, the status is of the signal that did it."""
+    """Call `main` and exit with its status. A Failure becomes one line and status 1, a UsageError
+    or a file that cannot be read or written one line and status 2. If `main` reports an
+    interruption, the status is that of the signal."""
     try:
         status = main()
-        sys.stdout.flush()  # here, where a reader that is gone is no error
+        sys.stdout.flush()  # here, where a closed pipe is no error
     except (Failure, UsageError) as error:
         say(f"error: {error}")
         status = EXIT_FAILED if isinstance(error, Failure) else EXIT_USAGE
@@ -63,7 +63,7 @@ def run_main(main: Callable[[], int]) -> None:
         say("interrupted")
         status = EXIT_INTERRUPTED
     except BrokenPipeError:  # `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to come
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         status = EXIT_OK
     except OSError as error:
         say(f"error: {os_error(error)}")
@@ -75,14 +75,14 @@ interrupted_by: int = signal.SIGINT
 
 
 def exit_status(signal_number: int) -> int:
-    """Of a program that a signal ended, as a shell has it."""
+    """Return the exit status that a shell reports for a program that a signal ended."""
     return 128 + signal_number
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Either of ENDING: KeyboardInterrupt in `main`, but the end at once before `main` has begun
-    and while it imports. An exception that is thrown into an import comes out as another one, is
-    swallowed, or ends the process where C++ code has no place for it."""
+    """Handle a signal of ENDING: raise KeyboardInterrupt in `main`, but exit at once before `main`
+    has begun and during an import. An exception raised inside an import can be replaced or
+    swallowed, or end the process inside C++ code."""
     global interrupted_by
     interrupted_by = number
     stack = [frame.f_code for frame, _ in traceback.walk_stack(frame)]
@@ -94,14 +94,14 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def leave_ending_to_parent() -> None:
-    """For a process that this program started, which ends it by SIGKILL. ENDING may reach all of
-    them: what one of them made of it would be taken for its result."""
+    """Ignore ENDING in a child process, which this program ends by SIGKILL. The signals may reach
+    all processes, and a child's reaction would be taken for its result."""
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
 
 
 started = getattr(sys.modules["__main__"], "__file__", None)
-# Of our programs alone; one that is started with a signal ignored goes on ignoring it.
+# Only in our programs. A signal that was ignored at start stays ignored.
 if started and ROOT / "scripts" in Path(started).resolve().parents:
     for each in ENDING:
         if signal.getsignal(each) != signal.SIG_IGN:
@@ -111,7 +111,7 @@ if started and ROOT / "scripts" in Path(started).resolve().parents:
 
 
 def os_error(error: OSError) -> str:
-    """What the system said, and of which file."""
+    """Return the system's message and the name of its file."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"
@@ -126,7 +126,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def number(
     kind: Callable[[str], Any], what: str, fits: Callable[[Any], bool]
 ) -> Callable[[str], Any]:
-    """The type of an option: what `kind` makes of its text, if it fits."""
+    """Return the type of an option: converts its text by `kind`, and checks that it `fits`."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -166,9 +166,8 @@ def steps(
     text: Callable[[T], str] = str,
     weight: Callable[[T], float] = lambda item: 1.0,
 ) -> Iterator[T]:
-    """The items one after the other, each announced as a line on stderr, which a terminal and a log
-    both show well. What remains is extrapolated by weight, not by number: a workload of 14107
-    tokens takes far longer than one of 7."""
+    """Yield the items, each announced by a line on stderr, which reads well in a terminal and in a
+    log. The remaining time is extrapolated by weight: 14107 tokens take far longer than 7."""
     whole, done, start = sum(map(weight, items)), 0.0, time.monotonic()
     for number, item in enumerate(items, 1):
         elapsed = time.monotonic() - start

@@ -1,12 +1,12 @@
-"""The definitions that this data set holds.
+"""The definitions of this data set.
 
-Axes, inputs, reference and tags of one stand in definitions/<op type>/<name>.json. Read here is
-what programs need of it; what flashinfer-bench's schema has no field for, the short name and what
-the workloads are made for, stands in the tables below.
+definitions/<op type>/<name>.json holds the axes, inputs, reference and tags of a definition. The
+parts that programs need are read here. flashinfer-bench's schema has no field for the short name
+and the workloads' purpose, which stand in the tables below.
 
-The layers' names, axes, inputs and their order are those of the data set that flashinfer-bench's
-authors publish. Names of the contiguous GEMMs are as proposed for it, the rest of theirs is our
-own.
+The layers' names, axes and inputs, and their order, are those of the data set that
+flashinfer-bench's authors publish. The names of the contiguous GEMMs are as proposed for it. The
+rest of the GEMMs' definitions is our own.
 """
 
 import json
@@ -20,48 +20,49 @@ from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION, OP_TYPE, ROOT
 
 DEEPSEEK_V3 = "deepseek_v3"
-"""Routing: sigmoid scores, chosen with a bias among the best groups, over their sum."""
+"""Routing: sigmoid scores, normalised by their sum. A bias chooses experts in the best groups."""
 RENORMALIZE = "renormalize"
-"""Routing: a softmax over the largest logits; all experts are local, and there is no factor."""
+"""Routing: a softmax over the largest logits. All experts are local, and there is no factor."""
 
 CONTIGUOUS = "contiguous"
-"""Rows of a grouped GEMM: `[rows, K]`, those of an expert after those of the one before."""
+"""Rows of a grouped GEMM: `[rows, K]`, sorted by expert."""
 MASKED = "masked"
-"""Rows of a grouped GEMM: `[experts, max_rows, K]`, as many of an expert's as a count says."""
+"""Rows of a grouped GEMM: `[experts, max_rows, K]`, and a count of each expert's rows."""
 
 BLOCK = 128
-"""Columns of a token, and rows and columns of a weight, that have a scale in common."""
+"""Columns of a token, and rows and columns of a weight, that share a scale."""
 LARGE = 8 * 2**30
-"""Bytes of weights above which a definition is: with 2 GB three trials fit an H200, with 17 one."""
+"""Bytes of weights above which a definition is large: three trials of 2 GB fit an H200, one of
+17."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What all definitions have."""
+    """The fields of all definitions."""
 
     name: str
-    short: str  # what names of packed solutions end with; empty for the default definition
-    tokens: tuple[int, ...]  # of our own workloads; empty where they stand for captured ones
+    short: str  # the end of packed solutions' names; empty for the default definition
+    tokens: tuple[int, ...]  # of our own workloads; empty if they stand for captured ones
 
     op_type: ClassVar[str]
-    """flashinfer-bench's: the folder of the definition and of its workloads."""
+    """flashinfer-bench's op type: the folder of the definition and of its workloads."""
 
     large: ClassVar[Any] = False
-    """Whether flashinfer-bench needs nearly all of a GPU's memory for one trial."""
+    """True if flashinfer-bench needs nearly all of a GPU's memory for one trial."""
     packed_shape: ClassVar[Any] = None
-    """What a packed solution's layer is made for, where `run` needs to be told."""
+    """The shape that a packed solution's `run` is specialised for; None: its default shape."""
 
     @property
     def path(self) -> Path:
-        """Of its JSON below a data set's root."""
+        """The path of its JSON below a data set's root."""
         return Path("definitions") / self.op_type / f"{self.name}.json"
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
-        """Whether a solution with these literals is packed for the definition."""
+        """True if a solution with these literals is packed for the definition."""
         raise NotImplementedError
 
     def packed_name(self, solution: str) -> str:
-        """Of a solution packed for this definition: no two of a data set share a name."""
+        """Return the name of a solution packed for this definition, unique in a data set."""
         return f"{solution}_{self.short}" if self.short else solution
 
 
@@ -72,7 +73,7 @@ class MoeDefinition(Entry):
     routed_scaling_factor: float  # of its workloads
     num_experts: int  # of the whole layer
     num_local_experts: int  # held by this rank
-    hidden_size: int  # a multiple of 128, as the next
+    hidden_size: int  # a multiple of 128, like the next
     intermediate_size: int
     n_group: int
     topk_group: int
@@ -84,13 +85,13 @@ class MoeDefinition(Entry):
 
     @property
     def large(self) -> bool:
-        """By its FP8 weights, of which flashinfer-bench holds up to five copies for one trial and
-        what it draws them in as float32."""
+        """True if the FP8 weights are large. For one trial flashinfer-bench has up to five copies
+        of them, and their draws as float32."""
         return self.num_local_experts * self.expert_weights > LARGE
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The arguments of `moe_fp8.problem.MoeShape`."""
+        """The arguments of `moe_fp8.call.MoeShape`."""
         sizes = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
         routing = ("n_group", "topk_group", "top_k", "routing")
         swiglu = {} if self.swiglu_limit is None else {"swiglu": (self.swiglu_limit,)}
@@ -104,17 +105,17 @@ class MoeDefinition(Entry):
 
     @property
     def expert_weights(self) -> int:
-        """Values of one expert."""
+        """The number of values in one expert's weights."""
         return sum(n * k for n, k in self.gemms)
 
     @property
     def packed_shape(self) -> dict[str, Any] | None:
-        """Of all but the definition that the solutions are written for."""
+        """The shape, except for the default definition, which the solutions are written for."""
         return self.shape if self.short else None
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
-        """Every layer at the default geometry, elsewhere those that say that they have the routing
-        and, where SwiGLU is clamped, that they clamp."""
+        """True for every layer at the default geometry. Elsewhere a solution must name the routing,
+        and a clamped SwiGLU needs `clamps`."""
         if "rows" in solution or (self.swiglu_limit is not None and not solution.get("clamps")):
             return False
         return not self.short or self.routing in solution.get("routings", ())
@@ -122,8 +123,8 @@ class MoeDefinition(Entry):
 
 @dataclass(frozen=True)
 class GemmDefinition(Entry):
-    """One of the two grouped GEMMs of the first layer of the table, alone. Its workloads have the
-    rows of that layer's at its `tokens`."""
+    """One of the default layer's two grouped GEMMs, alone. Its workloads have the rows of that
+    layer's workloads at its `tokens`."""
 
     experts: int  # that have weights
     n: int  # of an expert's weights [n, k], multiples of 128
@@ -133,27 +134,27 @@ class GemmDefinition(Entry):
     op_type = "grouped_gemm"
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
-        """Those that say that they take rows in this layout."""
+        """True if a solution names this layout of rows."""
         return solution.get("rows") == self.rows
 
 
 def read(definition: Path) -> dict[str, Any]:
-    """The JSON of a definition of this data set."""
+    """Return the JSON of a definition of this data set."""
     content: dict[str, Any] = json.loads((ROOT / definition).read_text(encoding="utf-8"))
     return content
 
 
 def axes(op_type: str, name: str) -> dict[str, int]:
-    """Those of a definition that have a value."""
-    found = read(Path("definitions") / op_type / f"{name}.json")["axes"]
-    return {axis: said["value"] for axis, said in found.items() if "value" in said}
+    """Return the constant axes of a definition."""
+    specs = read(Path("definitions") / op_type / f"{name}.json")["axes"]
+    return {axis: spec["value"] for axis, spec in specs.items() if "value" in spec}
 
 
 def moe(
     name: str, short: str, tokens: tuple[int, ...], routed_scaling_factor: float = 1.0
 ) -> MoeDefinition:
-    """A layer. Groups, a limit of SwiGLU, and of the default one `top_k`, are no axes: the names,
-    public but for the limit, have them."""
+    """Return a layer. Groups, SwiGLU's limit and the default layer's `top_k` are no axes: they are
+    parsed from the name. All but the limit are in the public names."""
     sizes = axes(OP_TYPE, name)
     of_name = {key: int(value) for key, value in re.findall(r"_(topk|ng|kg|limit)(\d+)", name)}
     return MoeDefinition(
@@ -179,15 +180,15 @@ def gemm(name: str, short: str, tokens: tuple[int, ...]) -> GemmDefinition:
 
 
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
-"""Of workloads that stand for no captured ones."""
+"""Tokens of the workloads that stand for no captured ones."""
 MODEL_TOKENS = (1, 8, 64, 512, 4096)
-"""The same, of the models that are measured against the peers."""
+"""Tokens of the workloads of models that are measured against the peers."""
 GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
 MASKED_TOKENS = GEMM_TOKENS[:-1]
-"""Few rows are what the masked layout is for."""
+"""The masked layout is for few rows."""
 
 DEFAULT = moe(DEFINITION, "", (), 2.5)
-"""The one that programs take without --definition."""
+"""The definition that programs use without --definition."""
 DSV3_TP8 = moe(
     "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e256_h7168_i256", "dsv3_tp8", MODEL_TOKENS, 2.5
 )
@@ -220,11 +221,11 @@ SHARED = replace(
     topk_group=1,
     top_k=DSV3_TP8.top_k + 1,
 )
-"""What engines call where they fuse the shared expert: it is the last one, of every token, with a
-weight of 1. No routing of groups chooses so: in no data set, and logits are made for given experts
-(`measure.cases.SharedProblems`)."""
+"""The layer that engines call when they fuse the shared expert: the last expert gets every token,
+with a weight of 1. No grouped routing chooses like this, so the layer is in no data set, and its
+logits are made for given experts (`measure.cases.SharedProblems`)."""
 MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
-"""Layers of docs/models.md, which a record has at these token counts."""
+"""Layers of docs/models.md, which a record measures at these token counts."""
 GEMMS = (
     gemm("grouped_gemm_fp8_e32_n4096_k7168", "gemm1", GEMM_TOKENS),
     gemm("grouped_gemm_fp8_e32_n7168_k2048", "gemm2", GEMM_TOKENS),
@@ -237,38 +238,37 @@ DEFINITIONS = {definition.name: definition for definition in TABLE}
 
 
 def build_definition(layer: MoeDefinition) -> dict[str, Any]:
-    """The JSON of a layer that is in no data set: that of DSV3_TP8, descriptions and all, with the
-    layer's sizes."""
-    made = read(DSV3_TP8.path) | {"name": layer.name}
+    """Return the JSON of a layer that is in no data set: DSV3_TP8's with the layer's sizes."""
+    layer_json = read(DSV3_TP8.path) | {"name": layer.name}
     (gemm1_out, hidden), (_, inner) = layer.gemms
-    sizes = {axis: value for axis, value in layer.shape.items() if axis in made["axes"]}
+    sizes = {axis: value for axis, value in layer.shape.items() if axis in layer_json["axes"]}
     blocks = {"hidden": hidden, "intermediate": inner, "gemm1_out": gemm1_out}
     sizes |= {f"num_{side}_blocks": size // BLOCK for side, size in blocks.items()}
     for axis, value in (sizes | {"gemm1_out_size": gemm1_out}).items():
-        made["axes"][axis]["value"] = value
+        layer_json["axes"][axis]["value"] = value
     for name in ("n_group", "topk_group", "top_k"):
         constant = f"{name.upper()} = "
-        changed = re.sub(f"(?m)^{constant}.*", f"{constant}{layer.shape[name]}", made["reference"])
-        made["reference"] = changed
-    return made
+        changed = re.sub(
+            f"(?m)^{constant}.*", f"{constant}{layer.shape[name]}", layer_json["reference"]
+        )
+        layer_json["reference"] = changed
+    return layer_json
 
 
 def size_of(axes: Mapping[str, Any]) -> int:
-    """The number that a workload with these axes is chosen and listed by, the T of the tables: its
-    tokens, or the rows of a grouped GEMM (masked: those reserved for an expert); 0 where it has
-    none of them."""
+    """Return the number that lists a workload with these axes, the T of the tables: its tokens, or
+    a grouped GEMM's rows (masked: the rows reserved for an expert); 0 if it has none of these."""
     sizes = ("seq_len", "total_rows", "max_rows")
     return next((int(axes[axis]) for axis in sizes if axis in axes), 0)
 
 
 def full_name(name: str) -> str:
-    """The name of the definition that is called so in short; another name as it is."""
+    """Return the full name for a short one, and any other name unchanged."""
     return next((d.name for d in TABLE if name and name == d.short), name)
 
 
 def find(name: str) -> MoeDefinition | GemmDefinition:
-    """By its name, or by the short one. Raises UsageError: there is none; the message lists those
-    that there are."""
+    """Return a definition by its name or short name. Raises UsageError, with all names."""
     if (full := full_name(name)) in DEFINITIONS:
         return DEFINITIONS[full]
     known = ", ".join(f"{d.name} ({d.short})" if d.short else d.name for d in TABLE)
@@ -276,13 +276,13 @@ def find(name: str) -> MoeDefinition | GemmDefinition:
 
 
 def find_any(name: str) -> MoeDefinition | GemmDefinition:
-    """As `find` does; also the layer that is in no data set."""
+    """Return a definition like `find`, or the layer that is in no data set."""
     return SHARED if name in (SHARED.short, SHARED.name) else find(name)
 
 
 def find_layer(name: str) -> MoeDefinition:
-    """A layer, as `find_any` does."""
-    found = find_any(name)
-    if isinstance(found, MoeDefinition):
-        return found
-    raise UsageError(f"{found.name} is a grouped GEMM; expected a layer")
+    """Return a layer like `find_any`."""
+    definition = find_any(name)
+    if isinstance(definition, MoeDefinition):
+        return definition
+    raise UsageError(f"{definition.name} is a grouped GEMM; expected a layer")

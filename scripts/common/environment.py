@@ -1,4 +1,4 @@
-"""What a measurement was made on: hardware, driver, clocks, versions of the software, source."""
+"""The environment of a measurement: hardware, driver, clocks, software versions and sources."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ PACKAGES = (
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints, or nothing where it is absent or fails."""
+    """Return the output of a command; empty if it is absent or fails."""
     try:
         return subprocess.check_output(
             command, stderr=subprocess.DEVNULL, text=True, timeout=30, cwd=ROOT
@@ -38,16 +38,16 @@ def _output(command: list[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            known[name] = importlib.metadata.version(name)
+    return known
 
 
 def source_hash() -> str:
-    """A hash of the solutions and the programs as they are now, committed or not: it also names
-    the sources where a copy without git is measured."""
+    """Return a hash of the present solutions and programs, committed or not. It identifies the
+    sources even in a copy without git."""
     digest = hashlib.sha256()
     for path in sorted([*PACKAGE_DIR.rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
@@ -56,15 +56,14 @@ def source_hash() -> str:
 
 
 def source() -> dict[str, Any]:
-    """The commit of the sources, whether they differ from it (None where git does not tell), and
-    their hash."""
+    """Return the commit of the sources, their hash, and `modified`: None without git."""
     commit = _output(["git", "rev-parse", "HEAD"])
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return {"commit": commit, "modified": bool(changed) if commit else None, "hash": source_hash()}
 
 
 def gpus() -> list[dict[str, str]]:
-    """Each GPU's name, driver, memory and clocks as they are now; the settings are left alone."""
+    """Return each GPU's name, driver, memory and present clocks. The settings are left alone."""
     fields = {
         "name": "name",
         "driver": "driver_version",
@@ -81,7 +80,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def capture() -> dict[str, Any]:
-    """Everything above, for the record of one run."""
+    """Return all of the above, for the record of one run."""
     import torch
 
     return {
@@ -95,7 +94,7 @@ def capture() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In what two captures differ that changes results: GPUs, driver, CUDA, versions."""
+    """List the differences of two captures that change results: GPUs, driver, CUDA, versions."""
 
     def facts(captured: dict[str, Any]) -> dict[str, str]:
         cards = captured.get("gpus") or []

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all: a full disk or a crash leaves the one that was there."""
+"""Atomic writes of files: a full disk or a crash leaves the previous file."""
 
 import contextlib
 import json
@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 STREAM = re.compile(r"/dev/(?:fd/)?(stdout|stderr|\d+)")
-"""What is open already."""
+"""Paths of streams that are already open."""
 OPEN = {"stdout": 1, "stderr": 2}
 LFS_POINTER = b"version https://git-lfs"
-"""The first bytes of the pointer that git-lfs leaves in the place of a file not fetched."""
+"""The first bytes of the pointer that git-lfs leaves in place of a file that was not fetched."""
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write beside the path, then rename; directories are made. What is no regular file, such as
-    /dev/stdout, is written to as it is. Raises OSError, with nothing left behind."""
+    """Write a temporary file next to the path, then rename it. Directories are made. A path that is
+    no regular file, such as /dev/stdout, is written to directly. Raises OSError, with nothing left
+    behind."""
     data = content.encode("utf-8") if isinstance(content, str) else content
-    if (number := STREAM.fullmatch(str(path))) is not None:  # it goes on, be it a pipe or a file
+    if (number := STREAM.fullmatch(str(path))) is not None:  # append to the open pipe or file
         descriptor = OPEN.get(number[1]) or int(number[1])
         with os.fdopen(os.dup(descriptor), "wb") as stream:
             stream.write(data)

@@ -1,4 +1,4 @@
-"""What the experts compute, in float32 arithmetic on dequantised tensors."""
+"""The experts in float32 arithmetic on dequantised tensors."""
 
 from typing import Any
 
@@ -7,8 +7,7 @@ from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.reference import activated, quantise_rows
 
 LARGEST_DIFF = 2e-3
-"""calc_diff to the reference in float32 of an output that is right; an intermediate in FP8 alone
-makes 3e-4."""
+"""Most calc_diff of a correct output to the float32 reference; an FP8 intermediate makes 3e-4."""
 
 
 def in_float32(
@@ -30,8 +29,8 @@ def in_float32(
     ue8m0: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """`experts` on quantised tokens and dequantised weights: `[T, H]` float32. Other options of it
-    change no arithmetic here."""
+    """Compute `experts` on quantised tokens and dequantised weights: `[T, H]` float32. Its other
+    options change no arithmetic here."""
     swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
     ids = ids.long()
     if expert_map is not None:

@@ -1,4 +1,4 @@
-"""What the project is called and where its things lie."""
+"""The project's names and paths."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 OP_TYPE = "moe"
 OURS = "cutedsl_"
-"""What the names of our solutions begin with, and of nobody else's."""
+"""The prefix of our solutions' names, which no other solution has."""
 PREFIX = f"{OURS}moe_fp8_"
-"""Of a layer's; left out where a column is narrow."""
+"""The prefix of our layers' names; left out in narrow columns."""
 FUSED = f"{PREFIX}fused"
 BASELINES = "baselines"
-"""The directory of our solutions on others' kernels: they are peers of the others."""
+"""The directory of our solutions on others' kernels, which count as peers."""
 PACKAGE_DIR = ROOT / "solutions" / "moe_fp8"
 PACKED_DIR = ROOT / "solutions"
-"""With the packed solutions, each where the public data set has it."""
+"""The packed solutions, at the paths of the public data set."""
 TRACES_DIR = ROOT / "traces"
 RESULTS_DIR = ROOT / "results"
 """Recorded runs: <GPU>/<day>/."""

@@ -1,4 +1,4 @@
-"""The roofline: the least time that a call can take on a GPU, from rates measured there."""
+"""The roofline: the least time of a call on a GPU, from rates measured there."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,17 @@ from scripts.common.definitions import BLOCK, DEFAULT, MoeDefinition
 
 
 def weight_bytes(layer: MoeDefinition = DEFAULT) -> int:
-    """Of one expert, with the scales."""
+    """Return the bytes of one expert's weights and scales."""
     return layer.expert_weights + 4 * layer.expert_weights // BLOCK**2
 
 
 def pair_flops(layer: MoeDefinition = DEFAULT) -> int:
-    """Of a token at one of its experts."""
+    """Return the FLOPs of a token at one of its experts."""
     return 2 * layer.expert_weights
 
 
 def bandwidth(rates: Mapping[str, float]) -> float:
-    """Bytes a second that memory gives at best: a large read or a copy, whichever is faster."""
+    """Return the best bytes a second of memory: of a large read or a copy, whichever is faster."""
     return max(rates["read_bytes_per_s"], rates["copy_bytes_per_s"])
 
 
@@ -27,11 +27,11 @@ def roofline_ms(
     read_ms: float | None,
     layer: MoeDefinition = DEFAULT,
 ) -> tuple[float, float]:
-    """Milliseconds that reading takes, and that the FLOPs take; the roofline is the larger.
+    """Return the milliseconds of reading, and of the FLOPs. The roofline is the larger one.
 
     Args:
         case: `tokens`, `hit` (tokens with a local expert), `active` (experts with rows), `pairs`.
-        read_ms: measured of reading the weights; None: bytes over bandwidth.
+        read_ms: the measured time of reading the weights; None: bytes over bandwidth.
     """
     h = layer.hidden_size
     flops_ms = 1e3 * case["pairs"] * pair_flops(layer) / rates["fp8_flops_per_s"]
@@ -46,14 +46,15 @@ def roofline_ms(
 def stepwise_ms(
     case: Mapping[str, Any], rates: Mapping[str, float], layer: MoeDefinition = DEFAULT
 ) -> float:
-    """Milliseconds of two GEMMs and a combine, each by itself at the roofline, if memory holds all
-    that they read and write: beside what `roofline_ms` counts the FP8 intermediate and a bfloat16
-    row of every pair, both written and read. No bound, since L2 keeps some of it."""
+    """Return the milliseconds of two GEMMs and a combine, each at its own roofline, if all their
+    operands and results go through memory. To the bytes of `roofline_ms` this adds the FP8
+    intermediate and a bfloat16 row of every pair, written and read. It is no bound, since L2 caches
+    some of them."""
     h, i = layer.hidden_size, layer.intermediate_size
     tokens, hit, active, pairs = (case[name] for name in ("tokens", "hit", "active", "pairs"))
     logits, x = 4 * tokens * layer.num_experts, hit * (h + 4 * h // BLOCK)
     inner, rows = pairs * (i + 4 * i // BLOCK), 2 * pairs * h
-    total = 1e3 * (logits + rows + 2 * tokens * h) / bandwidth(rates)  # the combine's
+    total = 1e3 * (logits + rows + 2 * tokens * h) / bandwidth(rates)  # of the combine
     for (n, k), moved in zip(layer.gemms, (x + inner, inner + rows), strict=True):
         size = gemm_bytes(active, 0, n, k) + moved
         flops_ms = 1e3 * gemm_flops(pairs, n, k) / rates["fp8_flops_per_s"]
@@ -62,11 +63,12 @@ def stepwise_ms(
 
 
 def gemm_flops(pairs: Any, n: Any, k: Any) -> Any:
-    """Of a grouped GEMM with weights [n, k] on `pairs` rows; numbers or series of them."""
+    """Return the FLOPs of a grouped GEMM on `pairs` rows; for numbers or series."""
     return 2.0 * pairs * n * k
 
 
 def gemm_bytes(active: Any, pairs: Any, n: Any, k: Any) -> Any:
-    """Each operand of the active experts read once, the output written once."""
+    """Return the bytes of the active experts' operands, read once, and of the output, written
+    once."""
     weights = n * k + 4 * n * k / BLOCK**2
     return active * weights + pairs * (k + 4 * k / BLOCK + 2 * n)

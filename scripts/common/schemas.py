@@ -1,8 +1,8 @@
-"""What run.json must look like to be read.
+"""The schema of run.json.
 
-Anyone may have written it, or a disk may have filled while it was: what does not fit is refused in
-one line that names the file and the place in it. What a file holds beyond these fields stays as it
-is.
+Anyone may have written the file, or a disk may have filled meanwhile. A file that does not fit is
+refused in one line with its name and the place in it. Further fields of a file are left as they
+are.
 """
 
 import functools
@@ -15,12 +15,9 @@ from typing_extensions import TypedDict
 
 from scripts.common.command_line import UsageError
 
-TOTAL = "end to end"
-"""The part of a call that is the whole of it, as rows name it."""
-
 
 class Captured(TypedDict, total=False):
-    """What is read of environment.capture()."""
+    """The fields of environment.capture() that are read."""
 
     time: str
     gpus: list[dict[str, str | None]]
@@ -30,7 +27,7 @@ class Captured(TypedDict, total=False):
 
 
 class RunInfo(TypedDict, total=False):
-    """run.json: nothing is needed, but what is there has its type."""
+    """run.json: no field is required, but each has its type."""
 
     definition: str
     command: list[str]
@@ -46,8 +43,8 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def checked(content: Any, shape: Any) -> Any:
-    """What pydantic makes of the content; ValueError with the first place where it has not this
-    shape, and why, in one line."""
+    """Return the content as pydantic converts it. Raises ValueError, in one line, with the first
+    place that does not fit `shape`, and the reason."""
     try:
         return _adapter(shape).validate_python(content)
     except ValidationError as error:
@@ -57,7 +54,7 @@ def checked(content: Any, shape: Any) -> Any:
 
 
 def read(path: Path, shape: Any) -> Any:
-    """The file's JSON, of the given shape; UsageError otherwise."""
+    """Return the file's JSON, checked against `shape`. Raises UsageError."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

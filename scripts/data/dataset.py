@@ -1,7 +1,7 @@
 """A flashinfer-trace data set (ours or another), its workloads and their inputs.
 
-Only what concerns one definition is read, so that a file of another definition that this
-version of flashinfer-bench cannot parse does not matter, and a large data set opens at once.
+Only the files of one definition are read. So a file of another definition that this version of
+flashinfer-bench cannot parse does no harm, and a large data set opens at once.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]":
-    """The data set at `root` with one definition alone, and remarks on files passed over."""
+    """Return the data set at `root` with one definition, and remarks on files passed over."""
     from flashinfer_bench import data
 
     if not root.is_dir():
@@ -49,8 +49,8 @@ def load(root: Path, definition: Entry = DEFAULT) -> "tuple[TraceSet, list[str]]
         except OSError as error:
             remarks.append(f"passed over: {os_error(error)}")
         except ValueError as error:
-            said = "not a solution of this flashinfer-bench version"
-            remarks.append(f"{path}: {said}: {_first_line(error)}")
+            text = "not a solution of this flashinfer-bench version"
+            remarks.append(f"{path}: {text}: {_first_line(error)}")
     trace_set.solutions[name] = list(solutions.values())
     return trace_set, remarks
 
@@ -60,24 +60,24 @@ def _first_line(error: Exception) -> str:
 
 
 def definition_of(trace_set: "TraceSet") -> "Definition":
-    """The one definition of what `load` gave."""
+    """Return the one definition of a data set from `load`."""
     (definition,) = trace_set.definitions.values()
     return definition
 
 
 def say_whose_reference(root: Path) -> None:
-    """A line where the reference that is going to run is not ours."""
+    """Say that the reference about to run is not ours, if it is not."""
     if not ours(root):
         say(f"{root}: the reference of its definition is run, which is code of that data set")
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is one of those that the shell-style patterns choose; all are without any."""
+    """True if a name matches one of the shell-style patterns, or if there are none."""
     return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
 
 def select_solutions(solutions: "Sequence[Solution]", patterns: Sequence[str]) -> "list[Solution]":
-    """The solutions whose names match one of the patterns; all without patterns."""
+    """Return the solutions whose names match one of the patterns, or all without patterns."""
     unknown = [p for p in patterns if not any(matches(s.name, [p]) for s in solutions)]
     if unknown or not solutions:
         names = ", ".join(s.name for s in solutions) or "none"
@@ -86,20 +86,20 @@ def select_solutions(solutions: "Sequence[Solution]", patterns: Sequence[str]) -
 
 
 def tokens(workload: "Workload") -> int:
-    """Of a grouped GEMM its rows; see `size_of`."""
+    """Return the tokens of a workload, or the rows of a grouped GEMM; see `size_of`."""
     return size_of(workload.axes)
 
 
 def named(workload: "Workload") -> str:
-    """As lines of progress name it."""
+    """Return the name of a workload in lines of progress."""
     return f"T={tokens(workload)} ({workload.uuid[:8]})"
 
 
 def select_workloads(
     workloads: "Sequence[Trace]", selectors: Sequence[str], max_tokens: int | None = None
 ) -> "list[Trace]":
-    """The workloads chosen by T (`901` or `T=901`) or by the beginning of their uuid, in the data
-    set's order; all of them without selectors. `max_tokens` limits what is left further."""
+    """Return the workloads that a selector names by T (`901` or `T=901`) or by the beginning of the
+    uuid, in the data set's order, or all without selectors. `max_tokens` is a further limit."""
     lengths = {tokens(t.workload) for t in workloads}
 
     def chooses(selector: str, workload: "Workload") -> bool:
@@ -109,23 +109,23 @@ def select_workloads(
         return workload.uuid.startswith(selector.lower())
 
     chosen = {s: {t.workload.uuid for t in workloads if chooses(s, t.workload)} for s in selectors}
-    if unused := [selector for selector, found in chosen.items() if not found]:
+    if unused := [selector for selector, uuids in chosen.items() if not uuids]:
         raise UsageError(
             f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
         )
-    left = [
+    selected = [
         t
         for t in workloads
-        if (not selectors or any(t.workload.uuid in found for found in chosen.values()))
+        if (not selectors or any(t.workload.uuid in uuids for uuids in chosen.values()))
         and (max_tokens is None or tokens(t.workload) <= max_tokens)
     ]
-    if not left:
+    if not selected:
         raise UsageError("no workload is left by this selection")
-    return left
+    return selected
 
 
 def make_missing_workloads(root: Path, traces: "Sequence[Trace]") -> None:
-    """Generate the tensors that these workloads load and that are not there; ours only."""
+    """Generate the missing tensors of these workloads, if they are ours."""
     missing = [
         trace.workload.uuid
         for trace in traces
@@ -149,11 +149,12 @@ def make_missing_workloads(root: Path, traces: "Sequence[Trace]") -> None:
 def load_tensors(
     trace_set: "TraceSet", workload: "Workload"
 ) -> "tuple[dict[str, torch.Tensor], list[tuple[int, ...] | None]]":
-    """What a workload loads from files, by name, and the shapes of all inputs, in their order.
+    """Return the tensors that a workload loads from files, by name, and the shapes of all inputs,
+    in their order.
 
     Raises:
-        UsageError: an axis has no value, or a file is not what the definition says; in one line,
-            with what to do.
+        UsageError: an axis has no value, or a file does not fit the definition. Its one line says
+            what to do.
     """
     from flashinfer_bench.bench.utils import load_safetensors
     from safetensors import SafetensorError
@@ -168,12 +169,12 @@ def load_tensors(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         specs = workload.inputs.values()
         paths = {root / spec.path for spec in specs if spec.type == "safetensors"}
-        said, remedy = _first_line(error), "get it anew (git lfs pull)"
+        text, remedy = _first_line(error), "get it anew (git lfs pull)"
         if any(p.is_file() and p.read_bytes().startswith(files.LFS_POINTER) for p in paths):
-            said = "a pointer of git-lfs in the place of the tensors"
+            text = "a pointer of git-lfs in the place of the tensors"
         if ours(root):
             remedy = "remove it, then run.py data makes it anew"
-        raise UsageError(f"{named}: {', '.join(map(str, paths))}: {said}; {remedy}") from None
+        raise UsageError(f"{named}: {', '.join(map(str, paths))}: {text}; {remedy}") from None
 
 
 def draw(
@@ -183,7 +184,7 @@ def draw(
     device: "torch.device",
     seed: int,
 ) -> "torch.Tensor":
-    """A random input as flashinfer-bench draws it (standard normal; FP8 values clamped to +-2),
+    """Draw a random input as flashinfer-bench does (standard normal; FP8 values clamped to +-2),
     but from a seed, and in slices: the float32 draws of a whole weight take 3.8 GB."""
     import torch
     from flashinfer_bench.utils import dtype_str_to_torch_dtype
@@ -201,10 +202,10 @@ def draw(
 
 
 class Inputs:
-    """Inputs of one workload after another, the weights drawn once and shared by all of them.
+    """Inputs of one workload after another. All share the weights, which are drawn once.
 
     flashinfer-bench draws everything anew for each workload and trial. Here the weights, 1.4 GB
-    whose draws take most of the time on a CPU, depend on the seed alone; the tokens' values depend
+    whose draws take most of the time on a CPU, depend on the seed alone. The tokens' values depend
     on the seed and the workload.
     """
 
@@ -240,5 +241,5 @@ class Inputs:
 
 
 def ours(root: Path) -> bool:
-    """Whether the data set is this repository."""
+    """True if the data set is this repository."""
     return root.resolve() == ROOT

@@ -1,9 +1,8 @@
-"""A trace as a row of the frame of results: what it is of, whether it counts, and why not if it
-does not.
+"""A trace as a row of the frame of results: its subject, and the reason if it does not count.
 
-A trace says what it is of: besides the versions of the software, the `libs` of its environment hold
-the timing method, the tolerance and the hash of the solution's source that was measured. Results of
-other sources are not taken for those of the present ones.
+A trace describes itself: besides the versions of the software, the `libs` of its environment have
+the timing method, the tolerance and the hash of the measured solution's source. Results of other
+sources do not count as those of the present ones.
 """
 
 import math
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
     from flashinfer_bench.data import Evaluation
 
 PASSED = "PASSED"
-# What flashinfer-bench has no status for; results of these are failures here.
+# flashinfer-bench has no such statuses. They count as failures here.
 INVALID = "INVALID"
 CHANGED_INPUTS = "CHANGED_INPUTS"
 SOFTWARE = ("cuda", *PACKAGES)
 MAX_REASON = 300
-"""Characters of a log's line that are shown."""
+"""Characters that are shown of a log's line."""
 
-# Keys of what we add to a trace: in environment.libs ...
+# Keys that we add to a trace: in environment.libs ...
 HASH, RUN, TIMING, TOLERANCE = "solution_hash", "run", "timing", "tolerance"
 EMULATED = "emulated"
 # ... and in correctness.extra.
@@ -40,13 +39,13 @@ COLUMNS = """solution uuid tokens status passed reason has_output peer hardware 
 emulated source run hash timestamp software speedup harness device reference_ms harness_spread
 device_spread method matched_ratio cosine calc_diff checks trace""".split()
 COLUMNS += TOLERANCES
-"""Those of a frame of results, also of an empty one; `result_of` says what each holds."""
+"""Columns of a frame of results, even of an empty one. `result_of` describes them."""
 
 
 def failure_reason(evaluation: "Evaluation", extra: Mapping[str, Any] | None = None) -> str:
-    """Why an evaluation failed, in one line: from the log, whose last exception says it best. Why
-    one that says PASSED cannot be counted as that; empty where it can. `extra` is that of its
-    correctness, where more is known."""
+    """Return the reason of a failure in one line, from the last exception in the log, or the reason
+    why a PASSED evaluation does not count; empty if it does. `extra` is that of its correctness, if
+    more is known."""
     own = evaluation.correctness and evaluation.correctness.extra
     reason = _reason(evaluation, extra or own or {})
     return reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
@@ -56,8 +55,8 @@ def _reason(evaluation: "Evaluation", extra: Mapping[str, Any]) -> str:
     status, log, correctness = evaluation.status.value, evaluation.log, evaluation.correctness
     if performance := evaluation.performance:
         if changed := extra.get(INPUTS_CHANGED):
-            said = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
-            return f"the solution changes its inputs: {said}"
+            names = ", ".join(map(str, changed)) if isinstance(changed, list) else str(changed)
+            return f"the solution changes its inputs: {names}"
         if EMULATED in evaluation.environment.libs:
             timed = any(performance.model_dump().values())
             return "a time of the emulator is no measurement" if timed else ""
@@ -79,13 +78,13 @@ def _reason(evaluation: "Evaluation", extra: Mapping[str, Any]) -> str:
     pattern = r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt)\b:.*)$"
     exceptions = re.findall(pattern, log, re.MULTILINE)
     if exceptions:
-        # The wrapper's own name says less than what it wraps.
+        # Drop the wrapper's name: the wrapped error says more.
         return re.sub(r"^(?:BuildError|RuntimeError|ValueError): ", "", exceptions[-1].strip())
     return lines[-1] if lines else "no reason recorded"
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite number; None for anything else that stands in its place."""
+    """Return a finite number, or None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -106,27 +105,26 @@ def result_of(
     figures: Mapping[tuple[str, str, str, str], Mapping[str, Any]],
     checks: Mapping[tuple[Any, str], Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-    """The row of a trace's JSON, with what the rows beside it say of the same solution, source and
-    GPU, or None for a trace that holds only a workload. Texts are as the trace has them, so that
-    names are found again; who prints them makes them printable. Raises ValueError for what is no
-    trace.
+    """Return the row of a trace's JSON, with the figures of rows on the same solution, source and
+    GPU; None for a trace that has only a workload. Texts are unescaped, so that names can be looked
+    up: printing escapes them. Raises ValueError: it is no trace.
 
     Args:
-        info: run.json; its hashes are for traces that do not hold their solution's.
+        info: run.json; its hashes are for traces that lack their solution's.
         figures: of the rows beside it, by workload, solution, hash and hardware.
         checks: of bits, by hash and hardware.
     """
-    from flashinfer_bench.data import Trace  # which a program's --help does without
+    from flashinfer_bench.data import Trace  # not needed for a program's --help
 
     from scripts.common import schemas
 
-    of = schemas.checked(trace, Trace)
-    evaluation, solution = of.evaluation, of.solution
+    parsed = schemas.checked(trace, Trace)
+    evaluation, solution = parsed.evaluation, parsed.solution
     if not solution or not evaluation:
         return None
-    uuid, hardware = of.workload.uuid, evaluation.environment.hardware
+    uuid, hardware = parsed.workload.uuid, evaluation.environment.hardware
     libs, correctness = evaluation.environment.libs, evaluation.correctness
-    # Of a run that was resumed, run.json says it of the last part only.
+    # The run.json of a resumed run has the hashes of the last part only.
     hashes = {} if info.get("earlier") else info.get("solutions", {})
     source_hash = libs.get(HASH) or hashes.get(solution, "")
     measured: Mapping[str, Any] = {}
@@ -145,23 +143,23 @@ def result_of(
     return {
         "solution": solution,
         "uuid": uuid,
-        "tokens": size_of(of.workload.axes),
+        "tokens": size_of(parsed.workload.axes),
         "status": status,
         "passed": passed,
-        "reason": reason,  # why it has not passed, in a line
-        "has_output": correctness is not None,  # was compared with the reference, right or wrong
+        "reason": reason,  # of a failure, in a line
+        "has_output": correctness is not None,  # compared with the reference, correct or wrong
         # By run.json or, without one, by the name.
         "peer": info.get("peers", {}).get(solution, not solution.startswith(OURS)),
         "hardware": hardware,
         "timing": libs.get(TIMING, ""),
         "tolerance": libs.get(TOLERANCE, ""),
         "cpu": libs.get("device") == "cpu",
-        # What the kernels were compiled for that the emulator ran: there is no time.
+        # The target of the kernels that the emulator ran: there is no time.
         "emulated": libs.get(EMULATED, ""),
         "source": source,  # the file
-        # What was measured together: latencies of different runs differ by the hosts.
+        # Results that were measured together: latencies of different runs differ by the hosts.
         "run": libs.get(RUN, source),
-        "hash": source_hash,  # of the solution's source; empty where nothing says it
+        "hash": source_hash,  # of the solution's source; empty if not known
         "timestamp": evaluation.timestamp,
         "software": tuple((name, libs[name]) for name in SOFTWARE if name in libs),
         # Reference over solution, both of this trace.

@@ -18,7 +18,7 @@ import numpy as np
 from scripts.common.definitions import DEEPSEEK_V3, DEFAULT, RENORMALIZE, MoeDefinition
 
 MOMENTS = {DEEPSEEK_V3: (-1.6706, 0.6560), RENORMALIZE: (0.0, 1.0)}
-"""Mean and standard deviation of the logits, by routing: those of the captured ones; of
+"""Mean and standard deviation of the logits, by routing: those of the captured ones. For
 renormalised routing none are known."""
 LOW_BIAS, HIGH_BIAS = 4.9375, 4.96875  # the two values of the captured bias
 
@@ -31,7 +31,7 @@ HIGH_BIAS_EXPERTS = (
     *(216, 217, 219, 222, 223, 226, 230, 231, 234, 235, 236, 237, 238, 240, 241, 242, 243, 253),
 )
 
-# A choice must not hang on less than this. The excess over 1e-4 covers the rounding of a kernel
+# A choice must have at least this margin. The excess over 1e-4 covers the rounding of a kernel
 # that evaluates sigmoid + bias and the sum of two of them in float32 (ulp of 10: 9.5e-7).
 MIN_MARGIN = 1.05e-4
 
@@ -46,8 +46,8 @@ _BIAS = 6  # of the seed 0, which no workload has
 
 @dataclass(frozen=True)
 class LogitModel:
-    """Parameters of one workload's logits. Strengths are standard deviations in 1/1024 of the
-    noise that every (token, expert) has of its own; `local` is a shift in the same unit."""
+    """Parameters of one workload's logits. Strengths are standard deviations in 1/1024 of the noise
+    that is drawn for every (token, expert). `local` is a shift in the same unit."""
 
     seed: int
     expert: int = 0  # popularity of experts, the same for all tokens
@@ -60,9 +60,9 @@ class LogitModel:
 
 
 def routing_bias(definition: MoeDefinition = DEFAULT) -> np.ndarray:
-    """The bias [num_experts], float32 values that bfloat16 holds exactly.
+    """Return the bias [num_experts], float32 values that bfloat16 represents exactly.
 
-    The captured one; where none is known, each expert has one of its two values by chance.
+    It is the captured one. Where none is known, each expert has one of its two values by chance.
     """
     if definition is DEFAULT:
         high = np.isin(np.arange(definition.num_experts), HIGH_BIAS_EXPERTS)
@@ -72,7 +72,7 @@ def routing_bias(definition: MoeDefinition = DEFAULT) -> np.ndarray:
 
 
 def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16 value, ties to even, kept as float32. x: finite float32."""
+    """Round to the nearest bfloat16 value, ties to even, as float32. x: finite float32."""
     bits = x.view(np.uint32)
     bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
         0xFFFF0000
@@ -86,7 +86,7 @@ def _raw(seed: int, stream: int, count: int) -> np.ndarray:
 
 
 def _normals(seed: int, stream: int, *shape: int) -> np.ndarray:
-    """Integers of mean 0 and standard deviation _UNIT, close to normal (excess kurtosis -0.15)."""
+    """Draw integers of mean 0 and standard deviation _UNIT, near normal (excess kurtosis -0.15)."""
     words = _raw(seed, stream, 2 * math.prod(shape))
     total = np.zeros(words.size, dtype=np.int64)
     for shift in (0, 16, 32, 48):
@@ -97,7 +97,7 @@ def _normals(seed: int, stream: int, *shape: int) -> np.ndarray:
 def _systematic_part(
     model: LogitModel, tokens: int, local_expert_offset: int, definition: MoeDefinition
 ) -> np.ndarray:
-    """Everything but the noise, int64 [T, num_experts] in units of _UNIT / 1024."""
+    """Return everything but the noise, int64 [T, num_experts] in units of _UNIT / 1024."""
     experts, group_count = definition.num_experts, definition.n_group
     per_expert = model.expert * _normals(model.seed, _EXPERT, experts)
     per_group = model.group * _normals(model.seed, _GROUP, group_count)
@@ -118,7 +118,7 @@ def _systematic_part(
 
 
 def _to_moments(z: np.ndarray, std: float) -> tuple[float, float]:
-    """Offset and factor that bring z, int64, to mean 0 and a standard deviation."""
+    """Return the offset and factor that bring z, int64, to mean 0 and a standard deviation."""
     total = sum(int(row) for row in z.sum(axis=1))
     # Shifted so that a row's sum of squares stays below 2**63.
     shift = max(0, int(np.abs(z).max()).bit_length() - 27)
@@ -132,10 +132,10 @@ def _to_moments(z: np.ndarray, std: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Draw:
-    logits: np.ndarray  # float32 [T, num_experts], values that bfloat16 holds exactly
+    logits: np.ndarray  # float32 [T, num_experts], exact in bfloat16
     ids: np.ndarray  # [T, top_k] chosen experts, ascending
     redrawn: int  # rows drawn again, counted once per draw
-    margin_gap: float  # distance from the threshold to the nearest margin met, kept or not
+    margin_gap: float  # distance from the threshold to the nearest margin, also of redrawn rows
 
 
 def draw_logits(
@@ -153,8 +153,8 @@ def draw_logits(
         z += mean
         return round_to_bfloat16(z.astype(np.float32))
 
-    # The map to the moments is that of the first draw: were it to follow the redrawn
-    # rows, every redraw would move all other rows.
+    # The map to the moments is that of the first draw. If it followed the redrawn rows, every
+    # redraw would move all other rows.
     noise = _normals(model.seed, _NOISE, tokens, experts)
     offset, factor = _to_moments(part + _NOISE_STRENGTH * noise, std)
     rows = np.arange(tokens)
@@ -176,31 +176,30 @@ def draw_logits(
 
 
 # --- the routing of logits ------------------------------------------------------------------------
-# In NumPy and float64: whether a choice has a margin must not depend on which correctly working
-# kernel looks at it.
+# In NumPy and float64: the margin of a choice must not depend on the kernel that computes it.
 
 
 def route(
     logits: np.ndarray, bias: np.ndarray | None, definition: MoeDefinition = DEFAULT
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chosen experts [T, top_k], ascending, and the margin [T] that each token's choice hangs on.
+    """Return the chosen experts [T, top_k], ascending, and the margin [T] of each token's choice.
 
-    The margin is the smaller of two distances: from the last group kept to the first one dropped
-    (sums of two scores) and from the last expert kept to the first one dropped. Without a bias the
-    scores are the logits themselves.
+    The margin is the smaller of two distances: from the last selected group to the first dropped
+    one (sums of two scores), and from the last selected expert to the first dropped one. Without a
+    bias the scores are the logits themselves.
     """
-    groups, kept, top_k = definition.n_group, definition.topk_group, definition.top_k
+    groups, topk_group, top_k = definition.n_group, definition.topk_group, definition.top_k
     score = logits.astype(np.float64)
     if bias is not None:
         score = 1.0 / (1.0 + np.exp(-score)) + bias.astype(np.float64)
     margin = np.full(len(score), np.inf)
-    if kept < groups:
+    if topk_group < groups:
         grouped = score.reshape(len(score), groups, -1)
         group_score = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
         ranked = np.sort(group_score, axis=-1)
-        last_kept = ranked[:, -kept]
-        margin = last_kept - ranked[:, -kept - 1]
-        dropped = group_score < last_kept[:, None]
+        last_selected = ranked[:, -topk_group]
+        margin = last_selected - ranked[:, -topk_group - 1]
+        dropped = group_score < last_selected[:, None]
         score = np.where(dropped[..., None], -np.inf, grouped).reshape(score.shape)
     order = np.argsort(score, axis=-1)
     ranked = np.take_along_axis(score, order, axis=-1)
@@ -213,8 +212,8 @@ def route(
 def count_local(
     ids: np.ndarray, local_expert_offset: int, definition: MoeDefinition = DEFAULT
 ) -> dict[str, int]:
-    """What one rank sees of a routing: (token, local expert) pairs, tokens with a local expert,
-    local experts with a token, and the rows of the fullest one."""
+    """Count what one rank has of a routing: (token, local expert) pairs, tokens with a local
+    expert, local experts with a token, and the rows of the fullest expert."""
     rows = local_rows(ids, local_expert_offset, definition.num_local_experts)
     local = ids - local_expert_offset
     hit = ((local >= 0) & (local < definition.num_local_experts)).any(axis=1)
@@ -223,6 +222,6 @@ def count_local(
 
 
 def local_rows(ids: np.ndarray, local_expert_offset: int, experts: int) -> np.ndarray:
-    """How many rows each expert of a rank has."""
+    """Return the number of rows of each expert of a rank."""
     local = ids - local_expert_offset
     return np.bincount(local[(local >= 0) & (local < experts)], minlength=experts)

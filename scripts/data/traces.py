@@ -1,7 +1,7 @@
-"""Trace files, flashinfer-bench's JSON lines: reading them as one frame of results, appending.
+"""Trace files, flashinfer-bench's JSON lines: reading them as one frame of results, and appending.
 
-A file is always written beside and renamed, so that a crash or a full disk costs at most the
-results that were to be added. A last line that was cut short is left out with a remark.
+A file is always written under another name and then renamed, so that a crash or a full disk costs
+at most the new results. A last line that was cut short is left out with a remark.
 """
 
 import json
@@ -27,30 +27,31 @@ JSON: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="st
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
-    """The trace files among the given files, directories and data-set roots."""
-    found: list[Path] = []
+    """Return the trace files among the given files, directories and data-set roots."""
+    listed: list[Path] = []
     for path in paths:
         if path.is_file():
-            found.append(path)
+            listed.append(path)
         elif path.is_dir():
             traces = path / "traces"
             below = (traces if traces.is_dir() else path).rglob("*.jsonl")
-            found += sorted(file for file in below if file.name != rows.FILE)
+            listed += sorted(file for file in below if file.name != rows.FILE)
         else:
             raise UsageError(f"{path} does not exist")
-    return list({path.resolve(): path for path in found}.values())
+    return list({path.resolve(): path for path in listed}.values())
 
 
 def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.DataFrame:
-    """All results of the definition in these files or directories as a frame with the columns of
-    `results.result_of`: also the figures of the rows beside them, of the same source and GPU."""
-    found = (result for path in trace_files(paths) for result in _results_of(path, definition))
-    return pd.DataFrame(list(found), columns=COLUMNS)
+    """Return all results of the definition in these files or directories as a frame with the
+    columns of `results.result_of`. Figures come also from the rows beside them, of the same source
+    and GPU."""
+    results = (result for path in trace_files(paths) for result in _results_of(path, definition))
+    return pd.DataFrame(list(results), columns=COLUMNS)
 
 
 def _results_of(path: Path, definition: str) -> Iterator[dict[str, Any]]:
-    info, beside = read_run(path), rows.read(path.parent)
-    figures, checks = figures_of_pairs(beside), checks_of(beside)
+    info, run_rows = read_run(path), rows.read(path.parent)
+    figures, checks = figures_of_pairs(run_rows), checks_of(run_rows)
     for number, line in rows.json_lines(path):
         try:
             trace = json.loads(line.decode("utf-8-sig"))
@@ -63,43 +64,38 @@ def _results_of(path: Path, definition: str) -> Iterator[dict[str, Any]]:
             yield result
 
 
-def figures_of_pairs(found: rows.Rows) -> dict[tuple[str, str, str, str], dict[str, Any]]:
-    """What the rows of `rows.TIMES` say, by workload, solution, hash and hardware."""
+def figures_of_pairs(run_rows: rows.Rows) -> dict[tuple[str, str, str, str], dict[str, Any]]:
+    """Return the figures in the rows of `rows.TIMES`, by workload, solution, hash and hardware."""
     figures: dict[tuple[str, str, str, str], dict[str, Any]] = {}
-    for hardware, row in found.every(rows.TIMES):
-        of = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
+    for hardware, row in run_rows.every(rows.TIMES):
+        pair = figures.setdefault((row["uuid"], row["subject"], row["hash"], hardware), {})
         if (clock := row.get("clock")) and row.get("value") is not None:
-            of[clock], known = row["value"], {"p10", "p90"} <= row.keys() and row["value"]
-            of[f"{clock}_spread"] = (row["p90"] - row["p10"]) / row["value"] if known else None
-            of |= {"method": row["method"]} if "method" in row else {}
+            pair[clock], known = row["value"], {"p10", "p90"} <= row.keys() and row["value"]
+            pair[f"{clock}_spread"] = (row["p90"] - row["p10"]) / row["value"] if known else None
+            pair |= {"method": row["method"]} if "method" in row else {}
         else:
-            of |= {name: row[name] for name in rows.ACCURACY if name in row}
+            pair |= {name: row[name] for name in rows.ACCURACY if name in row}
     return figures
 
 
-def checks_of(found: rows.Rows) -> dict[tuple[Any, str], dict[str, Any]]:
-    """The row of each check of bits, by hash and hardware."""
+def checks_of(run_rows: rows.Rows) -> dict[tuple[Any, str], dict[str, Any]]:
+    """Return the row of each check of bits, by hash and hardware."""
     checks: dict[tuple[Any, str], dict[str, Any]] = {}
-    for hardware, row in found.every(rows.BITS):
+    for hardware, row in run_rows.every(rows.BITS):
         if "part" in row:
             checks.setdefault((row.get("hash"), hardware), {})[row["part"]] = row
     return checks
 
 
-def run_file(traces: Path) -> Path:
-    """Where a run keeps what belongs to its traces: run.json beside traces.jsonl."""
-    return traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
-
-
 def read_run(traces: Path) -> schemas.RunInfo:
-    """The run.json beside a trace file; empty where there is none (other people's traces)."""
-    path = run_file(traces)
+    """Return the run.json beside a trace file; empty if there is none (other people's traces)."""
+    path = traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
     return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
 
 
 def append(path: Path, traces: "Sequence[Trace]") -> None:
-    """Add traces to a file that may not be there yet, and to which several programs may add. Raises
-    OSError and leaves the file as it was where they cannot be written."""
+    """Add traces to a file, which is made if needed, even if several programs add to it. Raises
+    OSError and leaves the file as it was if they cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.stem}.lock")):
         lines = [line for _, line in rows.json_lines(path)] if path.is_file() else []
@@ -108,8 +104,8 @@ def append(path: Path, traces: "Sequence[Trace]") -> None:
 
 
 def why_not_same(result: Any, hashes: Mapping[str, str], hardware: str) -> str | None:
-    """Why figures that are measured now, with these sources on this hardware, do not belong to the
-    result; None if they do."""
+    """Return the reason why present figures, with these sources on this hardware, do not belong to
+    the result; None if they do."""
     if result.solution not in hashes:
         return f"{result.solution}: not among the present solutions"
     if result.hash != hashes[result.solution]:
@@ -124,6 +120,6 @@ def why_not_same(result: Any, hashes: Mapping[str, str], hardware: str) -> str |
 
 
 def finite(value: Any) -> Any:
-    """The same JSON with "NaN", "Infinity" or "-Infinity" for what no JSON number is, as
-    flashinfer-bench writes it."""
+    """Return the JSON with "NaN", "Infinity" or "-Infinity" for floats that are no JSON numbers, as
+    flashinfer-bench writes them."""
     return json.loads(JSON.dump_json(value))

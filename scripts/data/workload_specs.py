@@ -1,10 +1,9 @@
-"""The workloads: what their specs say, how the tensors are drawn from them, and the files.
+"""The workloads: their specs, the tensors that are drawn from the specs, and the files.
 
-A spec file (workloads/<op type>/<definition>.spec.json) holds for each workload what its routing is
-drawn from, and the SHA-256 of the file of tensors (the blob) that comes of it. The workload file
-beside it is what flashinfer-bench reads. A layer's workload pins the routing tensors; one of a
-grouped GEMM pins where the rows lie, those that an expert has in a layer's workload. All other
-inputs are random.
+A spec file (workloads/<op type>/<definition>.spec.json) has for each workload the parameters of its
+routing, and the SHA-256 of its file of tensors (the blob). flashinfer-bench reads the workload file
+beside it. A layer's workload pins the routing tensors. A grouped GEMM's workload pins the places of
+the rows, as many as each expert has in a layer's workload. All other inputs are random.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from scripts.data.synthetic_logits import (
     routing_bias,
 )
 
-# Marks a blob as ours, so that captured tensors in its place are never overwritten. The specs hold
-# hashes of these bytes: the generator's name stays what it was when they were made.
+# Marks a blob as ours, so that captured tensors in its place are never overwritten. The specs have
+# hashes of these bytes, so the generator's name must stay the one that made them.
 BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"}
 TILE_ROWS = 128
-"""What `max_rows` of a masked grouped GEMM is a multiple of."""
+"""`max_rows` of a masked grouped GEMM is a multiple of this."""
 
 TYPES = {"<f4": "F32", "<u2": "BF16", "<i4": "I32"}
-"""safetensors' names, by those of the arrays that hold the data; of bfloat16 the bits."""
+"""safetensors' names, by the types of the arrays; bfloat16 is stored as its bits."""
 
 
 # --- files of tensors -----------------------------------------------------------------------------
 
 
 def safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The file that holds these tensors, in this order.
+    """Return the file with these tensors, in this order.
 
     Written by hand: its bytes are part of the spec, so they must not follow the version of a
     library. Format: length of the header (8 bytes, little endian), header (JSON), data.
@@ -74,8 +73,8 @@ def safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether path is a well-formed safetensors file that this project did not write, or what
-    git-lfs leaves in the place of one."""
+    """True if the path is a well-formed safetensors file that this project did not write, or the
+    pointer that git-lfs leaves in its place."""
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as file:
@@ -93,7 +92,7 @@ def is_foreign(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """One workload of a layer: what is known of the captured one, and the draw that stands in."""
+    """One workload of a layer: the known facts of the captured one, and the draw in its place."""
 
     uuid: str
     seq_len: int
@@ -108,7 +107,7 @@ class WorkloadSpec:
 
     @property
     def axes(self) -> dict[str, int]:
-        """What flashinfer-bench's workload says of the definition's variable axis."""
+        """The value of the definition's variable axis in flashinfer-bench's workload."""
         return {"seq_len": self.seq_len}
 
     @property
@@ -127,7 +126,7 @@ class WorkloadSpec:
         return draw_logits(self.model, self.seq_len, self.local_expert_offset, self.definition)
 
     def content(self, draw: Draw | None = None) -> bytes:
-        """The blob, drawn afresh unless the draw is there."""
+        """Return the blob, from `draw` if it is passed."""
         logits = (draw or self.draw()).logits
         if "routing_bias" not in self.pinned:
             return safetensors_bytes({"routing_logits": _bfloat16(logits)})
@@ -136,13 +135,13 @@ class WorkloadSpec:
 
 
 def _bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values that bfloat16 holds exactly."""
+    """Return the bits of float32 values that bfloat16 represents exactly."""
     return (values.view(np.uint32) >> 16).astype("<u2")
 
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """One workload of a grouped GEMM: how many rows every expert has, and whose rows these are."""
+    """One workload of a grouped GEMM: the rows of every expert, and their layer's workload."""
 
     uuid: str
     layer: str  # uuid of the layer's workload
@@ -160,7 +159,7 @@ class GemmSpec:
 
     @property
     def pinned(self) -> dict[str, int | None]:
-        """As above. Of masked rows the host knows what even routing would give."""
+        """The inputs that are not random. `expected_m` of masked rows is that of even routing."""
         if self.definition.rows != MASKED:
             return {"m_indptr": None}
         expected = -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)
@@ -177,24 +176,24 @@ Spec = WorkloadSpec | GemmSpec
 
 
 def blob_path(spec: Spec) -> Path:
-    """Of the workload's tensors, below a data set's root; as in the official data set."""
+    """Return the path of the workload's tensors in a data set, as in the official one."""
     name = spec.definition.name
     folder = Path("blob") / "workloads" / spec.definition.op_type / name
     return folder / f"{name}_{spec.blob}.safetensors"
 
 
 def workloads_path(definition: Entry) -> Path:
-    """Of the definition's workloads, below a data set's root."""
+    """Return the path of the definition's workloads below a data set's root."""
     return Path("workloads") / definition.op_type / f"{definition.name}.jsonl"
 
 
 def spec_path(definition: Entry) -> Path:
-    """Of what its workloads' tensors are made of."""
+    """Return the path of the specs of the definition's workloads."""
     return workloads_path(definition).with_suffix(".spec.json")
 
 
 def load_specs(definition: Entry = DEFAULT) -> list[Any]:
-    """The committed specs of a definition (`Spec`), in the order of the data set."""
+    """Return the committed specs of a definition (`Spec`), in the order of the data set."""
     entries = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))["workloads"]
     if isinstance(definition, MoeDefinition):
         return [
@@ -205,12 +204,12 @@ def load_specs(definition: Entry = DEFAULT) -> list[Any]:
     return [GemmSpec(**e | {"rows": tuple(e["rows"])}, definition=definition) for e in entries]
 
 
-# --- making what the specs say --------------------------------------------------------------------
+# --- making the tensors of specs ------------------------------------------------------------------
 
 
 def make_workloads(root: Path, uuids: Collection[str], definition: Entry = DEFAULT) -> list[Path]:
-    """Make the tensors of these workloads below root where they are needed; the paths of their
-    files, made or kept. Raises Failure: the content differs from the spec's."""
+    """Make the tensors of these workloads below root if needed. Return the paths of all their
+    files. Raises Failure: the content differs from the spec's."""
     selected = [spec for spec in load_specs(definition) if spec.uuid in uuids]
     paths = [root / blob_path(spec) for spec in selected]
     for number, (spec, path) in enumerate(zip(selected, paths, strict=True), 1):
@@ -220,7 +219,7 @@ def make_workloads(root: Path, uuids: Collection[str], definition: Entry = DEFAU
 
 
 def _make_blob(spec: Spec, path: Path) -> str:
-    """Make one blob where it is needed; returns what was done."""
+    """Make one blob if needed. Return what was done."""
     if path.is_file():
         if hashlib.sha256(path.read_bytes()).hexdigest() == spec.sha256:
             return "up to date"
@@ -241,14 +240,14 @@ def _make_blob(spec: Spec, path: Path) -> str:
 MOMENT_TOLERANCE = 2e-3
 MIN_MARGIN_GAP = 1e-12  # float64 scores near 10 are rounded by 2e-15
 
-# Of workloads that stand for no captured ones: experts differ in popularity and the tokens of a
-# request are alike, about as much as a search found it of captured ones.
+# For workloads that stand for no captured ones: experts differ in popularity, and the tokens of a
+# request are alike, about as much as a search found for the captured ones.
 OWN_STRENGTHS = {"expert": 200, "request": 500, "token": 100}
 TOKENS_OF_A_REQUEST = 64
 
 
 def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
-    """Whether the moments are the definition's, and no margin is near the threshold."""
+    """True if the moments are the definition's, and no margin is near the threshold."""
     logits, (mean, std) = draw.logits.astype(np.float64), MOMENTS[definition.routing]
     return (
         abs(float(logits.mean()) - mean) < MOMENT_TOLERANCE
@@ -258,8 +257,8 @@ def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
 
 
 def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> WorkloadSpec:
-    """A workload that stands for no captured one, for the ranks in turns: the draw of the first
-    seed that is usable."""
+    """Return a workload that stands for no captured one, with the draw of the first usable seed.
+    The workloads go round the ranks."""
     ranks = definition.num_experts // definition.num_local_experts
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{tokens}")
     requests = 1 + tokens // TOKENS_OF_A_REQUEST
@@ -285,7 +284,7 @@ def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> Workl
 
 
 def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
-    """The rows of every expert in a workload of the default layer."""
+    """Return the rows of every expert in a workload of the default layer as a workload."""
     rows = local_rows(layer.draw().ids, layer.local_expert_offset, definition.experts).tolist()
     name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
     spec = GemmSpec(str(name), layer.uuid, layer.seq_len, tuple(rows), name.hex, "", definition)
@@ -293,15 +292,15 @@ def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
 
 
 def own_specs(definition: MoeDefinition | GemmDefinition) -> list[Any]:
-    """Of a definition whose workloads stand for no captured ones, fewest tokens first."""
+    """Return the workloads of a definition that stand for no captured ones, fewest tokens first."""
     if isinstance(definition, MoeDefinition):
-        return [own_layer_spec(definition, *of) for of in enumerate(definition.tokens)]
+        return [own_layer_spec(definition, *numbered) for numbered in enumerate(definition.tokens)]
     layers = {spec.seq_len: spec for spec in load_specs()}
     return [own_gemm_spec(definition, layers[tokens]) for tokens in definition.tokens]
 
 
 def workload_line(spec: Spec) -> str:
-    """The workload as flashinfer-bench reads it."""
+    """Return the workload's line in flashinfer-bench's format."""
     path = f"./{blob_path(spec).as_posix()}"
     pinned = {
         name: {"type": "safetensors", "path": path, "tensor_key": name}

@@ -1,12 +1,12 @@
-"""The layer as serving engines call it: bfloat16 tokens, whose experts are chosen and which are
-quantised within the call.
+"""The layer as serving engines call it: bfloat16 tokens, chosen experts, quantisation in the call.
 
-What takes chosen experts, `moe_fp8.experts` and the engines' own functions, has the same routing
-before it: the one launch of the Triton peers. Solutions that take FP8 have a quantiser of one
-launch before them. The engines' weights have gate above up, and so have those of `experts` but for
-one form. The forms of ours that take FP8 tell what quantising costs, what that order does, and what
-scales that lie token by token do. A peer that brings its weights into an order of its own in every
-call has a second line, with weights that were brought into it once, as a server would.
+`moe_fp8.experts` and the engines' own functions take chosen experts. All are timed behind the same
+routing, one launch of the Triton peers. Solutions that take FP8 are timed behind a quantiser of one
+launch. The engines' weights have gate above up, as in all forms of `experts` but one.
+
+The FP8 forms of ours show the cost of quantisation, of the gate-above-up order and of token-major
+scales. A peer that reorders its weights in every call has a second line with weights that were
+reordered once, as a server would do.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from scripts.common.definitions import MoeDefinition
 from scripts.common.project import FUSED
 from scripts.common.text import error_line
 from scripts.measure import times
-from scripts.measure.calls import Chosen, Said
+from scripts.measure.calls import Chosen, Labels
 from scripts.measure.timing import FAILURES, Returning, Timed
 
 FP8_MAX = tl.constexpr(448.0)
@@ -37,11 +37,11 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """An engine's function of ids, weights and tokens."""
 
 
-# --- what stands before a call --------------------------------------------------------------------
+# --- the launches before a call -------------------------------------------------------------------
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantise_rows`, in one launch."""
+    """Quantise the tokens like `quantise_rows`, in one launch."""
     tokens, hidden = x.shape
     q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty((hidden // BLOCK, tokens), dtype=torch.float32, device=x.device)
@@ -68,7 +68,7 @@ def _quantise(x, q, scales, tokens, BLOCKS: tl.constexpr, PLACES: tl.constexpr, 
 def choose(
     logits: torch.Tensor, bias: torch.Tensor, offset: int, factor: float, shape: MoeShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of all the layer's experts, and weights."""
+    """Return the ids of all the layer's experts, and the weights."""
     from moe_fp8.baselines.triton_stages import new_routed, route
 
     routed = new_routed(len(logits), shape, logits.device)
@@ -84,12 +84,12 @@ def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
     w13, w13_scale, w2, w2_scale = weights
-    how: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         global_num_experts=len(places),
         expert_map=places,
         quant_config=fp8_w8a8_moe_quant_config(w13_scale, w2_scale, block_shape=[BLOCK, BLOCK]),
     )
-    return lambda ids, given, x: fused_experts(x, w13, w2, given, ids, **how)
+    return lambda ids, topk_weights, x: fused_experts(x, w13, w2, topk_weights, ids, **options)
 
 
 def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
@@ -100,20 +100,22 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.srt.server_args import ServerArgs
 
-    # What a server sets before its first layer; versions up to 0.5.20 keep the group in a variable.
+    # A server sets these before its first layer. SGLang up to 0.5.20 has the group in a variable.
     get_context().set_server_args(ServerArgs(model_path="dummy"))
     parallel_state._TP = SimpleNamespace(world_size=1)
     if hasattr(get_parallel(), "override_permanently"):
         get_parallel().override_permanently(tp_group=parallel_state._TP)
     w13, w13_scale, w2, w2_scale = weights
     config = MoeRunnerConfig(num_experts=len(places), num_local_experts=len(w13), inplace=False)
-    how: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         use_fp8_w8a8=True, w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[BLOCK, BLOCK]
     )
 
-    def run(ids: torch.Tensor, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def run(ids: torch.Tensor, topk_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         local = places.index_select(0, ids.view(-1)).view_as(ids)  # -1 elsewhere
-        return fused_experts(x, w13, w2, StandardTopKOutput(given, local, None), config, **how)
+        return fused_experts(
+            x, w13, w2, StandardTopKOutput(topk_weights, local, None), config, **options
+        )
 
     return run
 
@@ -129,11 +131,11 @@ def prepared_mega_moe(inputs: MoeInputs) -> Callable[[MoeInputs, torch.Tensor], 
 
     weights = peer.own_weights(peer.SHAPE, inputs.hidden_states.device)
     peer.interleave_weights(inputs, weights)
-    return lambda given, out: peer.call_prepared(given, out, weights)
+    return lambda call_inputs, out: peer.call_prepared(call_inputs, out, weights)
 
 
 PREPARED = {"deepgemm_mega_moe": prepared_mega_moe}
-"""By the solution's name."""
+"""Makers of calls with prepared weights, by the solution's name."""
 
 
 # --- the calls ------------------------------------------------------------------------------------
@@ -143,29 +145,29 @@ class Engines:
     """The calls on any number of tokens.
 
     Attributes:
-        skipped: why an engine's function cannot be called, by its name.
+        skipped: reasons why engines' functions cannot be called, by their names.
     """
 
     def __init__(self, layer: MoeDefinition, chosen: Chosen):
-        """`chosen` are peers, and `fused`, whose sources ours run."""
-        build, said = BuilderRegistry.get_instance().build, chosen.said
-        peers = {name: s for name, s in chosen.solutions.items() if said[name]["peer"]}
+        """`chosen` are the peers, and `fused` for the sources that our forms run."""
+        build, labels = BuilderRegistry.get_instance().build, chosen.labels
+        peers = {name: s for name, s in chosen.solutions.items() if labels[name]["peer"]}
         self.runnables = {f"{n} + quantiser": build(chosen.definition, s) for n, s in peers.items()}
-        self.said = {f"{name} + quantiser": said[name] for name in peers}
+        self.labels = {f"{name} + quantiser": labels[name] for name in peers}
         self.prepared = {f"{name} prepared + quantiser": name for name in peers if name in PREPARED}
         self.with_prepared: dict[str, Callable[[MoeInputs, torch.Tensor], None]] = {}
-        self.said |= {line: said[name] for line, name in self.prepared.items()}
-        others = [name for name in said if not said[name]["peer"] and name != FUSED]
+        self.labels |= {line: labels[name] for line, name in self.prepared.items()}
+        others = [name for name in labels if not labels[name]["peer"] and name != FUSED]
         if others:
             raise UsageError(f"{others[0]}: of ours, only {FUSED} is called as engines would")
-        self.own = said.get(FUSED, {"peer": False})
+        self.own = labels.get(FUSED, {"peer": False})
         self.skipped = dict(chosen.skipped)
         self.shape = MoeShape(**layer.shape)
         self.experts: dict[int, dict[str, Experts]] = {}
         self.gate_first: Weights = ()
 
     def experts_of(self, offset: int) -> dict[str, Experts]:
-        """The engines' functions on the experts from this one on."""
+        """Return the engines' functions on the local experts from `offset` on."""
         if offset not in self.experts:
             places = torch.full((self.shape.num_experts,), -1, dtype=torch.int32)
             local = len(self.gate_first[0])
@@ -179,7 +181,7 @@ class Engines:
                     self.skipped[name] = error_line(error)
         return self.experts[offset]
 
-    def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, times.Calls, Said]:
+    def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, times.Calls, Labels]:
         """See `calls.Calls`."""
         x = drawn.hidden_states.to(torch.bfloat16)
         q, scale = quantise_rows(x)
@@ -193,19 +195,19 @@ class Engines:
             swapped = [b.view(w.dtype) for b, w in zip(first, weights[:2], strict=True)]
             self.gate_first = (*swapped, *weights[2:])
 
-        # Each takes logits, tokens, their scales and the output.
+        # Each of the functions below takes logits, tokens, scales and the output.
         def layer(logits: Any, x: Any, scale: Any, out: Any) -> None:
-            how: dict[str, Any] = dict(local_expert_offset=offset, routed_scaling_factor=factor)
-            how |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
-            fused_moe(logits, bias, x, scale, *weights, **how, out=out)
+            options: dict[str, Any] = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+            options |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
+            fused_moe(logits, bias, x, scale, *weights, **options, out=out)
 
         def ours(gate_first: bool, logits: Any, x: Any, scale: Any, out: Any) -> None:
             own = self.gate_first if gate_first else weights
-            how: dict[str, Any] = dict(
+            options: dict[str, Any] = dict(
                 local_expert_offset=offset, num_experts=shape.num_experts, out=out
             )
             routed = choose(logits, *chosen_by)
-            experts(*routed, x, *own, x_scale=scale, gate_first=gate_first, **how)
+            experts(*routed, x, *own, x_scale=scale, gate_first=gate_first, **options)
 
         def of_solution(run: Any) -> Any:
             rest = [*weights, drawn.local_expert_offset, drawn.routed_scaling_factor]
@@ -237,11 +239,11 @@ class Engines:
         others |= {line: (of_prepared(run), x, None) for line, run in self.with_prepared.items()}
         theirs = self.experts_of(offset)
         others |= {name: (of_engine(run), x, None) for name, run in theirs.items()}
-        of = dict.fromkeys(runs, self.own) | dict.fromkeys(theirs, {"peer": True}) | self.said
+        labels = dict.fromkeys(runs, self.own) | dict.fromkeys(theirs, {"peer": True}) | self.labels
 
         def prepare(name: str) -> Timed:
             kind = Returning if name in theirs else Timed
             run, *tokens = (runs | others)[name]
             return kind(run, [logits, *tokens, torch.empty_like(x)])
 
-        return inputs, {name: partial(prepare, name) for name in runs | others}, of
+        return inputs, {name: partial(prepare, name) for name in runs | others}, labels

@@ -1,11 +1,11 @@
-"""Experts of tokens that were brought to them: `moe_fp8.batched_experts` beside DeepGEMM's masked
-GEMMs with a SwiGLU-and-quantise kernel between them, as vLLM and SGLang run them.
+"""Experts on tokens that lie by expert: `moe_fp8.batched_experts` against DeepGEMM's masked GEMMs
+with a SwiGLU-and-quantise kernel between them, as vLLM and SGLang run them.
 
-The GEMMs are those of sgl-deep-gemm. The kernel between them is the engines' own where they are
-installed: vLLM's `persistent_masked_m_silu_mul_quant`, SGLang's `per_token_group_quant`. Neither
-sgl-deep-gemm has one, nor sgl_kernel 0.4.3 with the float32 scales that Hopper's GEMMs read (its
-masked one writes packed exponents alone). So there is one of Triton, too, written here, which needs
-neither engine.
+The masked GEMMs are those of sgl-deep-gemm. The kernel between them is the engine's own if the
+engine is installed: vLLM's `persistent_masked_m_silu_mul_quant` or SGLang's
+`per_token_group_quant`. sgl-deep-gemm has no such kernel. sgl_kernel 0.4.3 has none that writes the
+float32 scales that Hopper's GEMMs read: its masked kernel writes packed exponents only. So a Triton
+kernel in this file is measured too, which needs neither engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,19 +31,19 @@ from scripts.measure.gpu import Rates
 from scripts.measure.timing import FAILURES, Timed, device_times, figures
 
 HIDDEN, WIDTH = 7168, 2048
-"""Of DeepSeek-V3 and of Kimi-K2."""
+"""Sizes of DeepSeek-V3 and of Kimi-K2."""
 EXPERTS = (8, 16, 32, 64)
-"""That are here."""
+"""Numbers of local experts."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Of an expert."""
+"""Tokens of an expert."""
 PLACES = 1024
-"""Reserved for an expert: as by DeepEP for 8 ranks of 128 tokens each."""
+"""Rows reserved for an expert, as by DeepEP for 8 ranks of 128 tokens each."""
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 FP8_MAX = tl.constexpr(448.0)
 
 
 class Weights(NamedTuple):
-    """Of all experts: values, and a scale for 128 x 128."""
+    """Values and scales of all experts, one scale for 128 x 128 values."""
 
     w13: torch.Tensor
     w13_scale: torch.Tensor
@@ -55,23 +55,23 @@ class Weights(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Tokens of each expert, and what must be made of them."""
+    """Tokens of each expert, and the weights."""
 
     x: torch.Tensor  # [E, PLACES, H]
-    x_scale: torch.Tensor  # [E, PLACES, H/128], in memory as DeepEP has it
+    x_scale: torch.Tensor  # [E, PLACES, H/128], strides as DeepEP's
     counts: torch.Tensor  # [E]
-    expected: int  # tokens of an expert
+    expected: int  # tokens of an expert, the host's guess
     weights: Weights
 
     @property
     def there(self) -> torch.Tensor:
-        """[E, PLACES]: whether there is a token."""
+        """[E, PLACES]: true where the row is a token."""
         places = torch.arange(self.x.shape[1], device=self.x.device)
         return places < self.counts.unsqueeze(1)
 
 
 def random(generator: torch.Generator, *size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 matrices `[E, rows, columns]`, one expert after the other, with their scales."""
+    """Draw FP8 matrices `[E, rows, columns]`, one expert after the other, and their scales."""
     experts, rows, columns = size
     device = generator.device
     values = torch.empty(size, dtype=FP8, device=device)
@@ -90,7 +90,7 @@ def make_weights(experts: int, seed: int, device: str = "cuda") -> Weights:
 
 
 def make_case(weights: Weights, tokens: int, seed: int, uneven: bool = False) -> Case:
-    """Of so many tokens for each expert; `uneven`: on average, see `uneven_rows`."""
+    """Draw `tokens` tokens for each expert; with `uneven`, on average (see `uneven_rows`)."""
     experts, device = len(weights.w13), weights.w13.device
     generator = torch.Generator(device).manual_seed(seed + tokens)
     x = torch.empty(experts, PLACES, HIDDEN, dtype=FP8, device=device)
@@ -98,15 +98,15 @@ def make_case(weights: Weights, tokens: int, seed: int, uneven: bool = False) ->
         of_expert.copy_(torch.randn(PLACES, HIDDEN, generator=generator, device=device))
     size = experts, HIDDEN // BLOCK, PLACES
     scale = 0.5 + torch.rand(size, generator=generator, device=device)
-    drawn = uneven_rows(tokens, experts, seed) if uneven else (tokens,) * experts
-    if max(drawn) > PLACES:
-        raise UsageError(f"{max(drawn)} tokens of an expert: expected at most {PLACES}")
-    counts = torch.tensor(drawn, dtype=torch.int32, device=device)
+    rows = uneven_rows(tokens, experts, seed) if uneven else (tokens,) * experts
+    if max(rows) > PLACES:
+        raise UsageError(f"{max(rows)} tokens of an expert: expected at most {PLACES}")
+    counts = torch.tensor(rows, dtype=torch.int32, device=device)
     return Case(x, scale.transpose(1, 2), counts, tokens, weights)
 
 
 def reference(case: Case) -> torch.Tensor:
-    """`[sum of the counts, H]` in float32, without quantisation between the GEMMs."""
+    """Return `[sum of the counts, H]` in float32, without quantisation between the GEMMs."""
     there = case.there
     ids = there.nonzero()[:, :1]
     x = case.x.view(torch.uint8)[there].view(FP8)  # torch does not index float8
@@ -117,7 +117,8 @@ def reference(case: Case) -> torch.Tensor:
 # --- the peer -------------------------------------------------------------------------------------
 
 Between = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""Of gate and up `[E, R, 2 I]` bfloat16, the counts and the guess: FP8 `[E, R, I]` and scales."""
+"""A function of gate and up `[E, R, 2 I]` bfloat16, the counts and the expected count: returns FP8
+`[E, R, I]` and scales."""
 
 
 def by_triton(g: torch.Tensor, counts: torch.Tensor, expected: int):
@@ -125,7 +126,7 @@ def by_triton(g: torch.Tensor, counts: torch.Tensor, expected: int):
     width, blocks = both // 2, both // 2 // BLOCK
     q = torch.empty(experts, places, width, dtype=FP8, device=g.device)
     scale = torch.empty(experts, blocks, places, dtype=F32, device=g.device)
-    # As many programs as tokens are expected: any number of them has all rows done.
+    # One program per expected row. Programs loop over rows, so any number of them is correct.
     _swiglu_quant[(experts, min(places, expected), blocks // 4)](
         g, q, scale, counts, places, WIDTH=width, BLOCKS=4, SIZE=BLOCK, num_warps=4
     )
@@ -152,18 +153,18 @@ def _swiglu_quant(
 
 
 def vllms() -> Between:
-    from vllm.model_executor.layers.fused_moe.experts import batched_deep_gemm_moe as of
+    from vllm.model_executor.layers.fused_moe.experts import batched_deep_gemm_moe as module
 
-    return lambda g, counts, _: of.persistent_masked_m_silu_mul_quant(g, counts)
+    return lambda g, counts, _: module.persistent_masked_m_silu_mul_quant(g, counts)
 
 
 def sglangs() -> Between:
     from sglang.kernels.ops.quantization.per_token_group_quant import per_token_group_quant
 
-    how: dict[str, Any] = {"group_size": BLOCK, "fuse_silu_and_mul": True}
-    how |= {"column_major_scales": True, "scale_ue8m0": False}
+    options: dict[str, Any] = {"group_size": BLOCK, "fuse_silu_and_mul": True}
+    options |= {"column_major_scales": True, "scale_ue8m0": False}
     return lambda g, counts, expected: per_token_group_quant(
-        g, masked_m=counts, expected_m=expected, **how
+        g, masked_m=counts, expected_m=expected, **options
     )
 
 
@@ -185,18 +186,18 @@ def peer(case: Case, g: torch.Tensor, between: Between, out: torch.Tensor) -> No
 
 
 def ours(case: Case, x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
-    how: dict[str, Any] = {"x_scale": scale, "expected_m": case.expected, "out": out}
-    batched_experts(x, case.counts, *case.weights, **how)
+    options: dict[str, Any] = {"x_scale": scale, "expected_m": case.expected, "out": out}
+    batched_experts(x, case.counts, *case.weights, **options)
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 FROM_BF16 = "batched_experts bf16"
-"""Tokens without scales: the values of the others, quantised by the call."""
+"""Tokens without scales: the values of the FP8 tokens, quantised by the call."""
 
 
 def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
-    """Names, whether they are peers, and what makes their calls, which share an output."""
+    """Yield names, true if a peer, and makers of calls. The calls share an output."""
     new = partial(torch.empty, dtype=BF16, device=case.x.device)
     there = case.there
     g, out, unscaled = new(*case.x.shape[:2], 2 * WIDTH), new(case.x.shape), case.x.to(BF16)
@@ -211,34 +212,34 @@ def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
 
 
 def measure(into: Writer, case: Case, rates: Rates, repeats: int) -> None:
-    """Check the subjects, then time in turns those that are right; a row for each."""
+    """Check the subjects, then time the correct ones in turns. Write a row for each."""
     counts = case.counts.tolist()
-    said = {"experts": len(counts), "rows": case.expected, "fullest": max(counts)}
+    labels = {"experts": len(counts), "rows": case.expected, "fullest": max(counts)}
     gemms = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
     read = sum(gemm_bytes(sum(map(bool, counts)), 0, n, k) for n, k in gemms)
     flops = sum(gemm_flops(sum(counts), n, k) for n, k in gemms)
     least_s = max(read / bandwidth(rates), flops / rates["fp8_flops_per_s"])
-    right, of = {}, {}
+    correct, row_of = {}, {}
     for name, is_peer, prepare in subjects(case):
-        of[name] = {"peer": is_peer, "clock": "device"}
+        row_of[name] = {"peer": is_peer, "clock": "device"}
         try:
-            right[name], of[name]["calc_diff"] = checked(case, name, prepare)
+            correct[name], row_of[name]["calc_diff"] = checked(case, name, prepare)
         except ImportError as error:
-            into.add(said, name, peer=is_peer, not_tried=error_line(error))
+            into.add(labels, name, peer=is_peer, not_tried=error_line(error))
         except FAILURES as error:
-            into.add(said, name, peer=is_peer, error=error_line(error))
-    for name, times in device_times(right, repeats).items():
-        into.add(said, name, **of[name], roofline=1e6 * least_s, **figures(times, "us"))
+            into.add(labels, name, peer=is_peer, error=error_line(error))
+    for name, times in device_times(correct, repeats).items():
+        into.add(labels, name, **row_of[name], roofline=1e6 * least_s, **figures(times, "us"))
 
 
 def checked(case: Case, name: str, prepare: Callable[[], Timed]) -> tuple[Timed, float]:
-    """The call, made once, and its calc_diff. Raises RuntimeError: a wrong output."""
+    """Return the call, after one run, and its calc_diff. Raises RuntimeError: a wrong output."""
     call = prepare()
     call.poison()
     call()
     if name == FROM_BF16:
         case = case._replace(x_scale=torch.ones_like(case.x_scale))
-    found = calc_diff(call.result(), reference(case))
-    if not found <= LARGEST_DIFF:  # nor is NaN
-        raise RuntimeError(f"calc_diff {found:.1e} to the reference")
-    return call, found
+    difference = calc_diff(call.result(), reference(case))
+    if not difference <= LARGEST_DIFF:  # also true for NaN
+        raise RuntimeError(f"calc_diff {difference:.1e} to the reference")
+    return call, difference

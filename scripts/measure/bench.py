@@ -1,10 +1,10 @@
-"""A run of flashinfer-bench's Benchmark: directory, settings, results kept workload by workload,
-Ctrl-C, progress; and the measurements that follow it on a GPU.
+"""A run of flashinfer-bench's Benchmark: directory, settings, results stored workload by workload,
+Ctrl-C, progress, and the measurements that follow it on a GPU.
 
 A run's directory holds traces.jsonl, written as results come, and run.json with the settings, which
-are those of all its results. Every trace is stamped with what it is of: timing, tolerance, the run,
-and the hash of the solution's source. Only that decides whether a resumed run still has to measure
-a pair; run.json names the sources of what has been measured, none that is only going to be.
+are those of all its results. Every trace is stamped with its timing, its tolerance, the run, and
+the hash of the solution's source. Only this stamp decides if a resumed run still has to measure a
+pair. run.json names the sources of what has been measured, never of what is still to be measured.
 """
 
 import contextlib
@@ -53,19 +53,19 @@ from scripts.pack.availability import NEEDS_GPU
 TRIALS, TRIALS_OF_LARGE = 3, 1
 
 
-# --- its directory --------------------------------------------------------------------------------
+# --- the directory of a run -----------------------------------------------------------------------
 
 
 class Run:
-    """One run, alone in its directory until it is left as a context."""
+    """One run. No other program can use its directory before this context ends."""
 
     def __init__(self, directory: Path, info: schemas.RunInfo | None = None):
-        """`info` is the run.json of a run that is to be resumed."""
+        """`info` is the run.json of a run to resume."""
         self.directory = directory
         self.traces = directory / "traces.jsonl"
         self.info: dict[str, Any] = dict(info or {})
         self.libs: dict[str, str] = {}
-        """What the traces to come are of, but for the hashes of the solutions."""
+        """The stamp of the next traces, without the hashes of the solutions."""
         self.hashes: dict[str, str] = {}
         self._lock = FileLock(directory / ".run.lock")
         try:
@@ -84,9 +84,8 @@ class Run:
         files.write_json(self.directory / "run.json", self.info)
 
     def go_on(self, environment_now: dict[str, Any], **now: Any) -> None:
-        """Keep what run.json says of the parts before. Raises UsageError where the run is of
-        another machine, other packages or other settings: old and new results are not
-        comparable."""
+        """Move what run.json says of the earlier parts to `earlier`. Raises UsageError if machine,
+        packages or settings differ: old and new results would not be comparable."""
         then = self.info
         changed = environment.differences(then.get("environment", {}), environment_now)
         changed += [
@@ -106,7 +105,7 @@ class Run:
         return traces.read_results(paths, self.info.get("definition", DEFINITION))
 
     def done(self) -> dict[tuple[str, str], Any]:
-        """By (uuid, solution) the last results that are of the present sources."""
+        """Return the last result of each (uuid, solution) that has the present sources."""
         return {
             (r.uuid, r.solution): r
             for r in self.results().itertuples()
@@ -114,20 +113,20 @@ class Run:
         }
 
     def store(self, results: Sequence[Trace]) -> list[Trace]:
-        """Keep results of a workload, and return them stamped with what they are of. Raises
-        OSError, with the results before them kept."""
+        """Store the results of a workload, and return them stamped. Raises OSError; earlier results
+        stay."""
         stamped = []
-        for trace in results:  # flashinfer-bench's may share their parts, so none is changed
+        for trace in results:  # copies: flashinfer-bench's traces may share their parts
             evaluation = trace.evaluation
             assert trace.solution is not None and evaluation is not None
-            of = evaluation.environment
-            libs = {**of.libs, **self.libs, HASH: self.hashes[trace.solution]}
+            machine = evaluation.environment
+            libs = {**machine.libs, **self.libs, HASH: self.hashes[trace.solution]}
             if EMULATED in libs:
-                libs[TIMING] = of.libs[TIMING]
-            made = evaluation.model_copy(
-                update={"environment": of.model_copy(update={"libs": libs})}
+                libs[TIMING] = machine.libs[TIMING]
+            updated = evaluation.model_copy(
+                update={"environment": machine.model_copy(update={"libs": libs})}
             )
-            stamped.append(trace.model_copy(update={"evaluation": made}))
+            stamped.append(trace.model_copy(update={"evaluation": updated}))
         traces.append(self.traces, stamped)
         measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
         self.save_info(solutions={**self.info.get("solutions", {}), **measured})
@@ -135,7 +134,7 @@ class Run:
 
 
 def new_run(parent: Path, hardware: str) -> Run:
-    """A run in a directory that no other run has, whoever starts one at the same time."""
+    """Make a run in a directory of its own, even if two programs start one at the same time."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug(hardware)[:40]}"
     parent.mkdir(parents=True, exist_ok=True)
     directory, number = parent / name, 1
@@ -149,7 +148,7 @@ def new_run(parent: Path, hardware: str) -> Run:
 
 
 def find_run(parent: Path, wanted: Path | None) -> Run:
-    """The run to go on with: the named directory, or the latest."""
+    """Return the run to resume: the named directory, or the latest."""
     candidates = [wanted] if wanted else sorted(p.parent for p in parent.glob("*/run.json"))
     if not candidates or not (candidates[-1] / "run.json").is_file():
         raise UsageError(f"no run to resume in {wanted or parent}")
@@ -174,7 +173,7 @@ def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
 
 
 def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool) -> Run:
-    """A new run, or the one to resume, ready to take results."""
+    """Return a new run, or the one to resume, ready to take results."""
     timing = cpu_bench.MODEL
     if on_gpu:
         timing = (
@@ -213,7 +212,7 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
         environment=captured,
         command=sys.argv[1:],
         peers={**run.info.get("peers", {}), **plan.peers},
-        # Without a GPU it is no news of each peer that it needs one.
+        # Without a GPU, every peer would be listed as needing one.
         skipped={n: why for n, why in plan.skipped.items() if on_gpu or why != NEEDS_GPU},
         finished=False,
         errors=[],
@@ -222,8 +221,8 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
 
 
 def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool) -> bool:
-    """Measure what the run has no results of; every workload's results are kept at once, and what
-    went wrong in run.json. Whether Ctrl-C ended it. Raises OSError: the disk is full."""
+    """Measure the pairs that the run has no results of. Results are stored after every workload,
+    errors in run.json. Return True if Ctrl-C ended it. Raises OSError: the disk is full."""
     names = ", ".join(s.name for s in plan.solutions)
     say(f"{plan.hardware if on_gpu else f'CPU ({plan.hardware})'}: {names}")
     emulation = None
@@ -259,8 +258,9 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
 def pairs_left(
     run: Run, plan: Plan, emulation: emulated.Emulation | None
 ) -> list[tuple[Trace, list[Solution]]]:
-    """Each workload with the solutions that the run has no result of, or only that of the torch
-    model where the kernels are to be run too: there was no compiler, or fewer were asked for."""
+    """Return each workload with the solutions that the run has no result of. A result of the torch
+    model only counts as none if the kernels are to be emulated now: at the time there was no
+    compiler, or fewer workloads were emulated."""
     done = run.done()
 
     def lacks(trace: Trace, solution: Solution) -> bool:
@@ -273,7 +273,7 @@ def pairs_left(
 
 
 def chosen_emulation(args: Namespace) -> emulated.Emulation | None:
-    """What runs by its emulated kernels as well, which is said; None if nothing does."""
+    """Return the emulation that is asked for, or None, and say which it is."""
     if args.emulate == emulated.NONE:
         return None
     if why := emulated.why_not():
@@ -286,17 +286,17 @@ def chosen_emulation(args: Namespace) -> emulated.Emulation | None:
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
-    """Roofline, accuracy and device times, and bits, each in a process of its own: it must not
-    inherit a GPU context that a failed solution left broken, nor the memory that the baselines hold
-    here. Code of the data set's own solutions is run again where it was asked for. The bits are
-    those of a layer's tokens."""
+    """Measure roofline, accuracy, device times and bits, each in a process of its own. A process
+    must not inherit a GPU context that a failed solution broke, nor the memory that the baselines
+    hold here. Code of the data set's own solutions is run again only if the user asked for it.
+    Roofline and bits need a layer."""
     options = ["--local", str(args.local), "--run", str(run.directory), "--seed", str(args.seed)]
     options += ["--run-foreign"] if foreign else []
     layer = isinstance(args.definition, MoeDefinition)
     for what in ("roofline", "times", "bits") if layer else ("times",):
         arguments = [what, *options, "--definition", args.definition.name]
         command = [sys.executable, "-m", "scripts.programs.measure", *arguments]
-        # Their tables are in the ranking and the report.
+        # The tables that these programs print are in the ranking and the report.
         if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
             again = f"run.py measure {shlex.join(arguments)}"
             say(f"measure {what} failed; its figures are incomplete: {again}")
@@ -312,14 +312,14 @@ def run_on_gpu(
     store: Callable[[list[Trace]], object],
     large: bool = False,
 ) -> list[str]:
-    """flashinfer-bench's Benchmark, one workload at a time on one set of worker processes, so that
-    every workload's results are kept as soon as they are there. Returns what went wrong.
+    """Run flashinfer-bench's Benchmark one workload at a time on one set of worker processes, so
+    that results are stored after every workload. Return the errors.
 
-    With `large` every workload has worker processes of its own: theirs, as long as they live, hold
-    the inputs that they were given last, which this process then cannot free.
+    With `large` every workload has new worker processes: a worker holds its last inputs as long as
+    it lives, and this process cannot free them.
 
-    The first Ctrl-C or SIGTERM lets the workload under way finish: flashinfer-bench would evaluate
-    its remaining solutions anyway and then drop them all. The second one ends the process.
+    The first Ctrl-C or SIGTERM lets the current workload finish: flashinfer-bench would evaluate
+    its remaining solutions anyway and then drop all results. The second one ends the process.
     """
     interrupted: list[int] = []
 
@@ -340,8 +340,8 @@ def run_on_gpu(
     )
     one = TraceSet(root=trace_set.root, definitions=trace_set.definitions)
     for size in [1] * len(pairs) if large else [len(pairs)]:
-        # Ctrl-C reaches every process of the terminal; the workers leave it to this one. SIGTERM
-        # is what flashinfer-bench ends them by.
+        # Ctrl-C reaches every process of the terminal: the workers must ignore it. They must not
+        # ignore SIGTERM, or flashinfer-bench could not end them.
         with on_signals(signal.SIG_IGN, signal.SIGINT):
             benchmark = Benchmark(one, config)
         try:
@@ -350,33 +350,33 @@ def run_on_gpu(
                 one.solutions = {trace.definition: solutions}
                 with on_signals(interrupt, *ENDING):
                     results, why = evaluate(benchmark, one, trace)
-                if interrupted:  # it may be why one failed; --resume will tell
+                if interrupted:  # the signal may be why a solution failed; --resume tries it again
                     results = [t for t in results if t.is_successful()]
                 store(results)
                 for result in results:
-                    note(said_of(result))
+                    note(result_line(result))
                 if interrupted:
-                    signal.raise_signal(interrupted[0])  # now it does what it does elsewhere
+                    signal.raise_signal(interrupted[0])  # now with the program's usual handler
                 if missing := sorted({s.name for s in solutions} - {t.solution for t in results}):
                     errors.append(f"{named(trace.workload)}: {', '.join(missing)}: {why}")
                     note(errors[-1])
         finally:
             benchmark.close()
-            if torch.cuda.is_initialized():  # what this process still holds for the workers
+            if torch.cuda.is_initialized():  # frees memory shared with the workers
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()
     return errors
 
 
 def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Trace], str]:
-    """The results of a workload, and why there are none of some solutions."""
+    """Return the results of a workload, and the reason why some solutions have none."""
     logger = logging.getLogger("flashinfer_bench")
     handler = logging.handlers.BufferingHandler(sys.maxsize)
     handler.setLevel(logging.ERROR)
     logger.addHandler(handler)
     logger.propagate = False
     try:
-        # flashinfer-bench gives the GPU up after three workloads that cannot be read.
+        # Fail here: flashinfer-bench gives up the GPU after three unreadable workloads.
         load_tensors(one, trace.workload)
         results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
         logged = [line.getMessage() for line in handler.buffer]
@@ -390,7 +390,7 @@ def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Tr
         logger.propagate = True
 
 
-def said_of(result: Trace) -> str:
+def result_line(result: Trace) -> str:
     evaluation = result.evaluation
     assert evaluation is not None
     if performance := evaluation.performance:
@@ -402,13 +402,13 @@ def said_of(result: Trace) -> str:
 
 @contextlib.contextmanager
 def on_signals(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """Within it these signals are handled so but for those that were ignored, and the processes
-    that are started there ignore what is ignored."""
-    before = {each: of for each in signals if (of := signal.getsignal(each)) != signal.SIG_IGN}
+    """Install `handler` for signals that are not ignored. Child processes inherit ignored
+    signals."""
+    before = {each: old for each in signals if (old := signal.getsignal(each)) != signal.SIG_IGN}
     for each in before:
         signal.signal(each, handler)
     try:
         yield
     finally:
-        for each, of in before.items():
-            signal.signal(each, of)
+        for each, old in before.items():
+            signal.signal(each, old)

@@ -1,16 +1,17 @@
-"""Whether a solution's bits repeat, and whether a token's bits are its own.
+"""Checks that a solution's bits repeat, and that a token's bits do not depend on other tokens.
 
-Every solution computes one workload, the whole, and then the same tokens again in other ways. The
+Every solution computes one workload as a whole, and then the same tokens again in other ways. The
 outputs are compared bit by bit:
 
-  run to run   the same call again; on another stream; after calls of other sizes; replayed from a
-               CUDA graph after such calls (not where the host waits for the GPU).
-  batch        the tokens in reverse order; each token twice; and tokens in small batches: alone, 7
-               and 80 at a time. Batches in which no token has an output other than zero say
-               nothing and are left out.
+    run to run   the same call again; on another stream; after calls of other sizes; replayed from a
+                 CUDA graph after such calls (not if the host waits for the GPU).
+    batch        the tokens in reverse order; each token twice; and tokens in small batches: alone,
+                 7 and 80 at a time. Batches whose tokens all have an output of zero say nothing
+                 and are left out.
 
-A solution that passes all of them is batch invariant, as far as these calls show. What differs is
-counted: tokens of those compared, and the largest relative difference of a token (Euclidean norms).
+A solution that passes all checks is batch invariant, as far as these calls show. A check counts the
+tokens that differ of those compared, and has the largest relative difference of a token (Euclidean
+norms).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,27 +29,27 @@ from scripts.measure.times import bits, fresh, refuse_changed, run_solution
 from scripts.measure.timing import attempt, capture, waits
 
 MAX_TOKENS = 1024
-"""Of the whole on a GPU: many more take longer and show nothing else."""
+"""Tokens of the whole workload on a GPU: many more take longer and show nothing else."""
 WIDTHS = (1, 7, 80)
 """Tokens of the small batches."""
 CALLS, CPU_CALLS = 128, 4
-"""Batches of a width: at most so many, evenly spread over the whole."""
+"""The most batches of one width, spread evenly over the whole workload."""
 TOKEN_AXIS = "seq_len"
 
 Figures = dict[str, Any]
-"""Of one check: `compared` and `differ` in tokens, and the `largest` relative difference; or why it
-was `not_tried`."""
+"""The figures of one check: `compared` and `differ` in tokens, and the `largest` relative
+difference; or the reason why it was `not_tried`."""
 
 
 def part(definition: Definition, inputs: Sequence[Any], index: torch.Tensor) -> list[Any]:
-    """The inputs of these tokens, in this order; inputs without a token axis are not copied."""
-    found = list(inputs)
+    """Return the inputs of these tokens, in this order. Inputs without a token axis are shared."""
+    selected = list(inputs)
     for i, spec in enumerate(definition.inputs.values()):
         if TOKEN_AXIS in (spec.shape or ()):
             x, dim = inputs[i], list(spec.shape).index(TOKEN_AXIS)
             same_size = torch.uint8 if x.element_size() == 1 else x.dtype  # float8 has no index
-            found[i] = x.view(same_size).index_select(dim, index).view(x.dtype)
-    return found
+            selected[i] = x.view(same_size).index_select(dim, index).view(x.dtype)
+    return selected
 
 
 def compare(got: torch.Tensor, wanted: torch.Tensor) -> Figures:
@@ -68,7 +69,7 @@ class Solution:
     device: str
 
     def __call__(self, index: torch.Tensor | None = None) -> torch.Tensor:
-        """The output of these tokens, or of all."""
+        """Return the output of the tokens in `index`, or of all."""
         definition, mine = self.runnable.metadata.definition, self.inputs
         mine = mine if index is None else part(definition, mine, index)
         return run_solution(self.runnable, mine, self.device)
@@ -103,7 +104,8 @@ def replayed(solution: Solution, between: Callable[[], object]) -> torch.Tensor 
 
 
 def batches(output: torch.Tensor, width: int, calls: int) -> list[torch.Tensor]:
-    """Indices of neighbouring tokens, `width` at a time, as far as one of them has an output."""
+    """Return up to `calls` batches of `width` neighbouring tokens that have an output other than
+    0."""
     alive = output.ne(0).flatten(1).any(dim=1)
     every = torch.arange(len(output), device=output.device).split(width)
     useful = [index for index in every if bool(alive[index].any())]
@@ -124,25 +126,25 @@ def checks(solution: Solution) -> dict[str, Figures]:
         solution(all_tokens[: WIDTHS[1]])
         return doubled
 
-    found = {"again": compare(solution(), first)}
+    results = {"again": compare(solution(), first)}
     if first.is_cuda:
-        found["stream"] = compare(on_another_stream(solution), first)
+        results["stream"] = compare(on_another_stream(solution), first)
     doubled = other_sizes()
-    found["after others"] = compare(solution(), first)
+    results["after others"] = compare(solution(), first)
     if first.is_cuda:
         output = replayed(solution, other_sizes)
-        found["graph"] = (
+        results["graph"] = (
             {"not_tried": output} if isinstance(output, str) else compare(output, first)
         )
-    found["reversed"] = compare(solution(reverse), first[reverse])
-    found["doubled"] = compare(doubled, first[twice])
+    results["reversed"] = compare(solution(reverse), first[reverse])
+    results["doubled"] = compare(doubled, first[twice])
     for width in WIDTHS:
         chosen = batches(first, width, CALLS if first.is_cuda else CPU_CALLS)
         if width < count and chosen:
             outputs = torch.cat([solution(index) for index in chosen])
             name = "alone" if width == 1 else f"{width} at a time"
-            found[name] = compare(outputs, first[torch.cat(chosen)])
-    return found
+            results[name] = compare(outputs, first[torch.cat(chosen)])
+    return results
 
 
 def measure(
@@ -153,19 +155,19 @@ def measure(
     inputs: list[Any],
     device: str,
 ) -> None:
-    """A row for each check of each solution, or for its error."""
+    """Write a row for each check of each solution, or for its error."""
 
     def bits_of(solution: Any) -> dict[str, Any]:
         built = BuilderRegistry.get_instance().build(definition, solution)
         mine = Solution(built, fresh(inputs), device)
-        found = checks(mine)
+        results = checks(mine)
         refuse_changed(definition, mine.inputs, inputs)
-        return found
+        return results
 
     for solution in steps(solutions, lambda s: f"bits of {s.name}"):
-        found, of = attempt(bits_of, solution), {"hash": solution.hash()}
-        if "error" in found:
-            writer.add(case, solution.name, **of, **found)
+        results, source = attempt(bits_of, solution), {"hash": solution.hash()}
+        if "error" in results:
+            writer.add(case, solution.name, **source, **results)
             continue
-        for part, figures in found.items():
-            writer.add(case, solution.name, **of, part=part, **figures)
+        for part, figures in results.items():
+            writer.add(case, solution.name, **source, part=part, **figures)

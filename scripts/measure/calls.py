@@ -1,6 +1,6 @@
-"""What is called of a layer on a number of tokens: solutions, and `moe_fp8.experts`.
+"""The calls of a layer that are measured on a number of tokens: solutions, and `moe_fp8.experts`.
 
-Of several layers, one after the other: each has solutions, inputs and a roofline of its own.
+Each of several layers has solutions, inputs and a roofline of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,35 +31,35 @@ TOKENS = tuple(2**i for i in range(15))
 PEERS = ("triton_moe", "deepgemm_moe", "hpc_ops_moe")
 SOLUTIONS = (*(PREFIX + name for name in ("fused", "fused_hifi", "flat")), *PEERS)
 
-Said = Mapping[str, Mapping[str, Any]]
-"""What rows say of each subject besides."""
+Labels = Mapping[str, Mapping[str, Any]]
+"""Fields that the rows of each subject have, by its name."""
 
 
 class Calls(Protocol):
-    """What is called: of inputs those that the reference is to be given, what prepares each call,
-    by its subject, and what rows say of the subjects."""
+    """A maker of calls: returns the inputs for the reference, a function by subject that prepares
+    its call, and labels of the subjects' rows."""
 
-    skipped: dict[str, str]  # what cannot be called, and why
+    skipped: dict[str, str]  # why a subject cannot be called, by its name
 
-    def __call__(self, drawn: MoeInputs, /) -> tuple[MoeInputs, times.Calls, Said]: ...
+    def __call__(self, drawn: MoeInputs, /) -> tuple[MoeInputs, times.Calls, Labels]: ...
 
 
-# --- what is called -------------------------------------------------------------------------------
+# --- the calls ------------------------------------------------------------------------------------
 
 
 class Chosen(NamedTuple):
-    """What can be called of a layer. Names are those without the layer's, as of the default one."""
+    """The solutions of a layer that can be called. Their names are those of the default layer."""
 
     definition: Definition
     solutions: dict[str, Solution]
-    said: dict[str, dict[str, Any]]  # of each: whose it is, and the sources
+    labels: dict[str, dict[str, Any]]  # of each: if it is a peer, and the sources
     skipped: dict[str, str]  # why a solution is left out
 
 
 def choose(
     layer: MoeDefinition, wanted: Sequence[str], local: Path, run_foreign: bool = False
 ) -> Chosen:
-    """Those of the wanted solutions that are packed for the layer; see `plan.choose`."""
+    """Return the wanted solutions that are packed for the layer; see `plan.choose`."""
     packed_for = DSV3_TP8 if layer is SHARED else layer
     names = {packed_for.packed_name(name): name for name in wanted}
     skipped = {}
@@ -84,62 +84,62 @@ def choose(
     def place(solution: Solution) -> int:
         return next(i for i, name in enumerate(names) if matches(solution.name, [name]))
 
-    found = sorted(chosen.solutions, key=place)
-    definition, solutions = definition_of(chosen.trace_set), found
+    ordered = sorted(chosen.solutions, key=place)
+    definition, solutions = definition_of(chosen.trace_set), ordered
     if layer is SHARED:
         definition = Definition(**build_definition(SHARED))
-        again = (pack(replace(there[s.name], definition=SHARED)) for s in found)
+        again = (pack(replace(there[s.name], definition=SHARED)) for s in ordered)
         solutions = [Solution.model_validate_json(text) for text in again]
     return Chosen(
         definition,
-        dict(zip(map(plain, found), solutions, strict=True)),
+        dict(zip(map(plain, ordered), solutions, strict=True)),
         {
             plain(s): {"peer": chosen.peers[s.name], "solution": s.name, "hash": s.hash()}
-            for s in found
+            for s in ordered
         },
         skipped | chosen.skipped,
     )
 
 
 def arguments(definition: Definition, inputs: MoeInputs) -> list[Any]:
-    """In the definition's order."""
+    """Return the inputs in the definition's order."""
     return [getattr(inputs, name) for name in definition.inputs]
 
 
 def given_experts(layer: MoeDefinition, inputs: MoeInputs) -> Timed:
-    """`moe_fp8.experts` of the experts that the logits choose: whoever calls it has done that."""
+    """Prepare a call of `moe_fp8.experts` on the experts that the logits choose, routed before."""
     logits, bias, x, x_scale, *weights = inputs[:8]
     shape, factor = MoeShape(**layer.shape), float(inputs.routed_scaling_factor)
-    ids, of_experts = choose_experts(logits, bias, factor, shape)
+    ids, topk_weights = choose_experts(logits, bias, factor, shape)
     offset = int(inputs.local_expert_offset)
 
-    def run(ids: Any, of_experts: Any, x: Any, x_scale: Any, out: Any) -> None:
-        how: dict[str, Any] = dict(local_expert_offset=offset, num_experts=layer.num_experts)
-        experts(ids, of_experts, x, *weights, x_scale=x_scale, gate_first=False, **how, out=out)
+    def run(ids: Any, topk_weights: Any, x: Any, x_scale: Any, out: Any) -> None:
+        more: dict[str, Any] = dict(local_expert_offset=offset, num_experts=layer.num_experts)
+        experts(ids, topk_weights, x, *weights, x_scale=x_scale, gate_first=False, **more, out=out)
 
     return Timed(
-        run, [ids.int(), of_experts, x, x_scale, torch.empty_like(x, dtype=torch.bfloat16)]
+        run, [ids.int(), topk_weights, x, x_scale, torch.empty_like(x, dtype=torch.bfloat16)]
     )
 
 
 class OfDefinition:
-    """The calls of a definition's solutions; where the experts are given, `moe_fp8.experts` too."""
+    """The calls of a definition's solutions; with a shared expert, `moe_fp8.experts` too."""
 
     def __init__(self, layer: MoeDefinition, chosen: Chosen):
         self.layer, self.chosen, self.skipped = layer, chosen, chosen.skipped
 
-    def __call__(self, inputs: MoeInputs) -> tuple[MoeInputs, times.Calls, Said]:
+    def __call__(self, inputs: MoeInputs) -> tuple[MoeInputs, times.Calls, Labels]:
         definition = self.chosen.definition
-        given = arguments(definition, inputs)
-        found: dict[str, Callable[[], Timed]] = {
-            name: partial(timed, definition, solution, given, "cuda")
+        ordered = arguments(definition, inputs)
+        calls: dict[str, Callable[[], Timed]] = {
+            name: partial(timed, definition, solution, ordered, "cuda")
             for name, solution in self.chosen.solutions.items()
         }
-        of = dict(self.chosen.said)
+        labels = dict(self.chosen.labels)
         if self.layer is SHARED:
-            found["experts"] = partial(given_experts, self.layer, inputs)
-            of["experts"] = {"peer": False}
-        return inputs, found, of
+            calls["experts"] = partial(given_experts, self.layer, inputs)
+            labels["experts"] = {"peer": False}
+        return inputs, calls, labels
 
 
 # --- the measurement ------------------------------------------------------------------------------
@@ -154,11 +154,11 @@ def measure(
     rates: Rates,
     repeats: int,
 ) -> None:
-    """Rows of the calls on a number of tokens."""
-    torch.cuda.empty_cache()  # of buffers that have other sizes now
+    """Write the rows of the calls on `length` tokens."""
+    torch.cuda.empty_cache()  # buffers of the previous length have other sizes
     drawn, routing = problems.of(length)
     h = problems.histogram(drawn)
-    inputs, prepare, of = calls(drawn)
+    inputs, prepare, labels = calls(drawn)
     definition = problems.inputs.definition
     case = times.Case(
         definition,
@@ -167,4 +167,4 @@ def measure(
         roofline=roofline.least_ms(h, rates, repeats, layer),
         limit=LARGEST_DIFF,
     )
-    times.measure(writer, case, prepare, of, repeats)
+    times.measure(writer, case, prepare, labels, repeats)

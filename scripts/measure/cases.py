@@ -17,8 +17,8 @@ from scripts.measure.gemm_problems import Histogram, counted
 
 
 class Problems:
-    """Inputs for any token count: a workload's, or with the routing drawn as that of the nearest
-    of ours is: the same popular experts and groups, as many requests, the same rank."""
+    """Inputs for any number of tokens: those of a workload, or with routing drawn like the nearest
+    workload's: the same popular experts and groups, as many requests, the same rank."""
 
     def __init__(self, root: Path, device: str, seed: int, layer: MoeDefinition = DEFAULT):
         self.root, self.layer = root, layer
@@ -27,7 +27,7 @@ class Problems:
         self.inputs = Inputs(trace_set, device, seed)
 
     def by_name(self, values: Sequence[Any]) -> MoeInputs:
-        """The definition's inputs, of which some routings have fewer."""
+        """Return the definition's inputs by name, with neutral values for inputs that it lacks."""
         absent: dict[str, Any] = {
             "routing_bias": None,
             "local_expert_offset": 0,
@@ -37,7 +37,7 @@ class Problems:
         return MoeInputs(**(absent | named))
 
     def of(self, length: int) -> tuple[MoeInputs, str]:
-        """The inputs and where their routing comes from."""
+        """Return the inputs, and text that names the source of their routing."""
         trace = self.workloads.get(length)
         template = trace or next(iter(self.workloads.values()))
         make_missing_workloads(self.root, [template])
@@ -56,20 +56,20 @@ class Problems:
         return inputs._replace(routing_logits=logits), like
 
     def histogram(self, inputs: MoeInputs) -> Histogram:
-        """The rows of every local expert."""
+        """Count the rows of every local expert."""
         offset, factor = int(inputs.local_expert_offset), float(inputs.routed_scaling_factor)
         logits, bias = inputs.routing_logits, inputs.routing_bias
         return counted(f"T={len(logits)}", logits, bias, offset, factor, self.layer)
 
 
 def nearest_spec(layer: MoeDefinition, length: int) -> WorkloadSpec:
-    """Of the layer's workloads the one with the nearest number of tokens."""
+    """Return the layer's workload with the nearest number of tokens."""
     return min(load_specs(layer), key=lambda spec: abs(math.log(spec.seq_len / length)))
 
 
 class SharedProblems(Problems):
-    """Inputs of `definitions.SHARED` for any token count: the routed experts of DeepSeek-V3 TP8's
-    workloads, and the shared one. Sigmoids of the logits are in the ratio of the weights."""
+    """Inputs of `definitions.SHARED` for any number of tokens: the routed experts of DeepSeek-V3
+    TP8's workloads, and the shared expert. The logits' sigmoids have the ratio of the weights."""
 
     def __init__(self, root: Path, device: str, seed: int):
         self.root, self.layer = root, SHARED

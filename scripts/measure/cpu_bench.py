@@ -1,8 +1,8 @@
-"""The packed solutions on CPU tensors against the definition's reference: their reference
-model, and on small workloads the kernels themselves, emulated.
+"""The packed solutions on CPU tensors against the definition's reference: their reference model,
+and on small workloads the emulated kernels.
 
-Trace records, error statistics and status are flashinfer-bench's own; no time says anything about a
-GPU. The workloads share their weights (dataset.Inputs), every solution gets copies of the inputs,
+Trace records, error statistics and status are flashinfer-bench's own. No time says anything about a
+GPU. The workloads share their weights (dataset.Inputs). Every solution gets copies of the inputs,
 and is called once.
 """
 
@@ -35,13 +35,13 @@ from scripts.measure.timing import FAILURES
 
 MODEL = "wall clock of the reference model on the CPU, no GPU kernel ran"
 BESIDE_WEIGHTS = 3 * 2**30
-"""Bytes that the libraries take, and what a solution allocates."""
+"""Bytes that the libraries take and that a solution allocates."""
 
 
 def memory_needed(definition: Definition) -> int:
-    """Bytes: the weights, beside them a solution's copies of them or what the reference makes of
-    them, and the rest. The first definition's reference makes float32 copies of all weights, the
-    others' of one expert's at a time."""
+    """Return the bytes of the weights, of a solution's or the reference's copies of them, and of
+    the rest. The first definition's reference makes float32 copies of all weights. The others'
+    references copy one expert's at a time."""
     constant = definition.const_axes
     weights = sum(
         math.prod(constant[axis] for axis in spec.shape)
@@ -53,15 +53,15 @@ def memory_needed(definition: Definition) -> int:
 
 
 def available_memory() -> float:
-    """Bytes, as Linux says; elsewhere infinite."""
+    """Return the available bytes that Linux reports; elsewhere infinity."""
     info = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable: +(\d+) kB", info.read_text() if info.exists() else "", re.M)
-    return 1024 * int(found[1]) if found else math.inf
+    match = re.search(r"^MemAvailable: +(\d+) kB", info.read_text() if info.exists() else "", re.M)
+    return 1024 * int(match[1]) if match else math.inf
 
 
 @dataclass(frozen=True)
 class Case:
-    """A workload's inputs and what the reference makes of them."""
+    """A workload's inputs and the reference's output for them."""
 
     definition: Definition
     inputs: list[Any]
@@ -76,8 +76,9 @@ def evaluate(
     solution: Solution,
     call: Callable[..., torch.Tensor] = run_solution,
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """What flashinfer-bench does with a solution, for CPU tensors: the fields of its Evaluation,
-    and the output. The solution gets copies of the inputs and fails if it changes them."""
+    """Evaluate a solution like flashinfer-bench, on CPU tensors. Return the fields of its
+    Evaluation, and the output. The solution gets copies of the inputs and fails if it changes
+    them."""
     try:
         runnable = BuilderRegistry.get_instance().build(case.definition, solution)
     except (BuildError, SystemExit):
@@ -94,7 +95,7 @@ def evaluate(
 
 
 def judge(case: Case, config: BenchmarkConfig, output: torch.Tensor, ms: float) -> dict[str, Any]:
-    """The fields of an Evaluation of this output."""
+    """Return the fields of an Evaluation of this output."""
     expected = case.expected
     if output.shape != expected.shape:
         return {"status": "INCORRECT_SHAPE", "log": f"{output.shape} is not {expected.shape}"}
@@ -123,8 +124,8 @@ def run(
     store: Callable[[list[Trace]], object],
     emulation: emulated.Emulation | None = None,
 ) -> None:
-    """Run every pair, handing the traces of each workload to `store` when it is done. What is
-    emulated has to pass by its reference model first. Raises UsageError: the machine has too little
+    """Run every pair, and hand the traces of each workload to `store` when it is done. A solution
+    is emulated only if its reference model passes. Raises UsageError: the machine has too little
     memory."""
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)
@@ -147,9 +148,9 @@ def run(
                 environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
                 stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
                 evaluation = Evaluation.model_validate(fields | stamp)
-                made = {"solution": s.name, "evaluation": evaluation}
-                results[s.name] = trace.model_copy(update=made)
-        finally:  # also what an interrupted workload has so far
+                update = {"solution": s.name, "evaluation": evaluation}
+                results[s.name] = trace.model_copy(update=update)
+        finally:  # an interrupted workload stores the results that it has
             if results:
                 store([results[s.name] for s in solutions if s.name in results])
 
@@ -161,31 +162,31 @@ def evaluations(
     config: BenchmarkConfig,
     emulation: emulated.Emulation | None,
 ) -> Iterator[tuple[Solution, dict[str, Any], dict[str, str]]]:
-    """Of a workload the solutions with the fields of an Evaluation, and what its environment says
-    besides; as they end, and each is told."""
+    """Yield a workload's solutions with the fields of an Evaluation and additions to the
+    environment, as they end. Say each result."""
     definition = inputs_of.definition
     try:
         inputs = inputs_of.of(trace.workload)
         expected, seconds = run_reference(definition, inputs)
-    except (UsageError, RuntimeError) as error:  # of this workload: the others go on
+    except (UsageError, RuntimeError) as error:  # the other workloads go on
         note(str(error))
         for s in solutions:
             yield s, {"status": "RUNTIME_ERROR", "log": str(error)}, {}
         return
     case = Case(definition, inputs, expected, 1e3 * seconds, inputs_of.seed)
-    right: list[Solution] = []
+    passed: list[Solution] = []
     models: dict[str, Any] = {}
     for s in solutions:
         fields, models[s.name] = evaluate(case, config, s)
         note(f"{s.name}: {fields['status']}")
         if fields["status"] == PASSED and emulation and emulation.awaits(trace):
-            right.append(s)  # its result is what comes of its kernels
+            passed.append(s)  # its result is that of its kernels, below
         else:
             yield s, fields, {}
-    if emulation and right:
+    if emulation and passed:
         note(f"the kernels for {emulation.target}, emulated:")
-        said = {TIMING: emulated.said(emulation.target), EMULATED: emulation.target}
+        more = {TIMING: f"kernels, {emulation.target}, emulated", EMULATED: emulation.target}
         judged = functools.partial(evaluate, case, config)
-        for s, fields in emulated.evaluations(emulation, right, models, judged):
+        for s, fields in emulated.evaluations(emulation, passed, models, judged):
             note(f"{s.name}: {fields['status']}")
-            yield s, fields, said
+            yield s, fields, more

@@ -1,8 +1,8 @@
-"""The packed solutions with the kernels that they launch on a GPU, run on the CPU by the emulator
-of PTX (emulator/README.md).
+"""The packed solutions with their GPU kernels, run on the CPU by the emulator of PTX
+(emulator/README.md).
 
-Each runs in a process that was forked for it, since the emulator must be there before the DSL is
-imported. Nothing of it is a time.
+Each solution runs in a process that was forked for it, since the emulator must be installed before
+the DSL is imported. The emulator gives no times.
 """
 
 import functools
@@ -28,36 +28,32 @@ from scripts.measure.times import run_solution
 
 NONE = "none"
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
-"""Of an H200 and a B200: how many CTAs are launched depends on it."""
+"""Multiprocessors of an H200 and a B200, which decide how many CTAs are launched."""
 MOST_DIFFERENT = 1e-6
-"""calc_diff of the kernels' output and the model's."""
+"""The largest accepted calc_diff of the kernels' output to the model's."""
 MOST_TOKENS = 7
-"""Of the workloads that are emulated unless others are asked for."""
+"""Tokens of the largest workload that is emulated by default."""
 MOST_TOKENS_ASKED_FOR = 80
-"""Beyond, a workload takes minutes: the reference model alone runs."""
+"""Tokens of the largest workload that is emulated on request. Beyond, a workload takes minutes:
+only the reference model runs."""
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """The kernels for `target` run on workloads up to so many tokens."""
+    """Run the kernels for `target` on workloads of up to `most` tokens."""
 
     target: str
     most: int
 
     def awaits(self, trace: Trace) -> bool:
-        """Whether a solution's result is that of its kernels, once its reference model has passed:
-        all that run without a GPU are ours."""
+        """True if a solution's result is that of its kernels, once its reference model has passed.
+        All solutions that run without a GPU are ours."""
         return tokens(trace.workload) <= self.most
 
 
-def said(target: str) -> str:
-    """What stands in the place of a trace's timing method."""
-    return f"kernels, {target}, emulated"
-
-
 def why_not() -> str:
-    """Why nothing can be emulated here, in one line; an empty string where it can. The first call
-    on a machine builds the emulator, some 10 s."""
+    """Return the reason why nothing can be emulated here, in one line, or an empty string. The
+    first call on a machine builds the emulator, some 10 s."""
     import ptxemu
     from ptxemu import build
 
@@ -72,26 +68,26 @@ def why_not() -> str:
 
 
 def emulate(target: str) -> None:
-    """Put the emulator in place, for this process and those that are forked from it."""
+    """Install the emulator in this process and those forked from it."""
     import ptxemu
 
-    # Of a pool of threads that torch had before the fork, none lives on.
+    # The fork copies none of the threads in torch's pool.
     torch.set_num_threads(1)
-    # Memory that nothing has written is NaN, as in the emulator's own allocations.
+    # Fill new memory with NaN, as the emulator does in its own allocations.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # What the cache of compiled kernels holds comes without its PTX.
+    # A kernel from the cache of compiled kernels has no PTX.
     os.environ["MOE_FP8_CACHE_DIR"] = ""
     ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
-    # The second GEMM's boxes reach into rows of the next expert, which may be written meanwhile.
+    # GEMM2's TMA boxes reach into rows of the next expert, which other CTAs may be writing.
     ptxemu.options.poison_races = True
-    # As on a GPU; otherwise each launch would find the one before it complete.
+    # Overlap dependent launches, as on a GPU. Otherwise each launch would see its predecessor
+    # complete.
     ptxemu.options.dependents = "early"
     ptxemu.install(target, MULTIPROCESSORS[target])
 
 
 def _use_kernels(package: str, target: str) -> None:
-    """Let the `moe_fp8` of a built solution, which is `package` there, take the kernels for
-    `target` for tensors of the CPU."""
+    """Make a built solution's `moe_fp8`, imported as `package`, use the kernels on CPU tensors."""
     architectures: Any = importlib.import_module(f"{package}.kernels.architectures")
     architecture = architectures.of_target(target)
     architectures.has_kernels = lambda device: True
@@ -113,8 +109,8 @@ def _run(target: str, runnable: Any, inputs: Sequence[Any], device: str) -> torc
 
 
 def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
-    """How the kernels' output differs from the model's; an empty string where it is the same but
-    for rounding. Of few tokens one alone may be wrong in the tolerance of flashinfer-bench."""
+    """Describe how the kernels' output differs from the model's beyond rounding; empty if it does
+    not. Among few tokens, flashinfer-bench's tolerance could hide one wrong token."""
     difference = calc_diff(output, model)
     if difference <= MOST_DIFFERENT:
         return ""
@@ -122,12 +118,12 @@ def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
     wrong = [
         i for i, (ours, its) in enumerate(of_tokens) if not calc_diff(ours, its) <= MOST_DIFFERENT
     ]
-    said = f"the output is not the reference model's: calc_diff {difference:.1e}"
-    return f"{said} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
+    text = f"the output is not the reference model's: calc_diff {difference:.1e}"
+    return f"{text} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
 
 
 _evaluated: Callable[[int], dict[str, Any]]
-"""What the processes are forked with, so that nothing has to be sent to them."""
+"""The function that the processes are forked with, so that nothing has to be pickled."""
 
 
 def _fork_with(target: str, evaluated: Callable[[int], dict[str, Any]]) -> None:
@@ -146,12 +142,12 @@ def evaluations(
     models: Mapping[str, torch.Tensor],
     evaluate: Callable[..., tuple[dict[str, Any], Any]],
 ) -> Iterator[tuple[Solution, dict[str, Any]]]:
-    """The solutions with what `evaluate(solution, call)` says of each, as they end: the fields of
-    an Evaluation. As many run at once as there are cores.
+    """Yield the solutions with the result of `evaluate(solution, call)`, the fields of an
+    Evaluation, as they end. As many run at once as there are cores.
 
     Args:
-        models: the output of each solution's reference model, by its name; the kernels' must be
-            the same.
+        models: the output of each solution's reference model, by its name. The kernels' output must
+            equal it but for rounding.
         evaluate: its `call` is `run_solution`, with the kernels.
     """
 
@@ -160,7 +156,7 @@ def evaluations(
         fields, output = evaluate(solution, functools.partial(_run, emulation.target))
         if fields["status"] == PASSED and (why := unlike(output, models[solution.name])):
             return {"status": "RUNTIME_ERROR", "log": why}
-        # flashinfer-bench wants a performance of what passed: its zeros say that there is no time.
+        # flashinfer-bench needs a performance where the status is PASSED: zeros mean no time.
         return fields | ({"performance": {}} if "performance" in fields else {})
 
     workers = min(os.cpu_count() or 1, len(solutions))

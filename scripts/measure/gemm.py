@@ -30,29 +30,29 @@ from scripts.measure.timing import Timed, device_times, figures, one_after_anoth
 MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
 WORKERS = 12
-"""Processes that compile, of which each may hold a set of operands on the GPU."""
+"""Processes that compile. Each may hold a set of operands on the GPU."""
 READING = "reading"
-"""Beginning of the names under which the readings of the weights are timed with the variants."""
+"""The prefix of the names under which readings of the weights are timed."""
 
 
 # --- compiling ------------------------------------------------------------------------------------
 
 
 def compile_variants(collect: Callable[[Problem], list[Variant]], problem: Problem) -> None:
-    """Call every variant once, which leaves what it compiled in its cache on disk."""
+    """Call every variant once, which leaves its compiled code in its cache on disk."""
     source = weights(problem.experts, problem.n, problem.k, "cuda", 0)
     operands = Operands(problem, source)
     for variant in collect(problem):
         try:
             variant.prepare(operands)()
             torch.cuda.synchronize()
-        except Exception:  # the timing meets it again and reports it
+        except Exception:  # the timing raises it again and reports it
             continue
 
 
 def compile_ahead(function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Compile in processes side by side what timing would compile one after the other: a peer's
-    compiler takes seconds a kernel. Whatever goes wrong here is reported by the timing."""
+    """Compile in parallel processes what the timing would compile in sequence: a peer's compiler
+    takes seconds a kernel. The timing reports any errors."""
     workers = min(WORKERS, os.cpu_count() or 1, len(jobs))
     if workers < 2:
         return
@@ -60,16 +60,16 @@ def compile_ahead(function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
     with process_pool(workers, "spawn") as pool:
         done = list(as_completed([pool.submit(function, job) for job in jobs]))
     errors = [repr(error) for future in done if (error := future.exception()) is not None]
-    said = f"; {len(errors)} failed, for example: {errors[0]}" if errors else ""
+    failures = f"; {len(errors)} failed, for example: {errors[0]}" if errors else ""
     spent = duration(time.monotonic() - start)
-    say(f"{len(jobs)} compiled ahead in {workers} processes, {spent}{said}")
+    say(f"{len(jobs)} compiled ahead in {workers} processes, {spent}{failures}")
 
 
 # --- timing ---------------------------------------------------------------------------------------
 
 
 class Timing(NamedTuple):
-    """How to time: the GPU's rates, replays of each graph, seed of the operands."""
+    """The GPU's rates, the replays of each graph and the seed of the operands."""
 
     rates: Rates
     repeats: int
@@ -77,24 +77,24 @@ class Timing(NamedTuple):
 
 
 def rotated(calls: Sequence[Timed]) -> Timed:
-    """LAUNCHES calls in turn of those on several operands."""
+    """Return LAUNCHES calls as one, rotating over those on several operands."""
     return one_after_another([calls[i % len(calls)] for i in range(LAUNCHES)])
 
 
 def run_problem(
     writer: Writer, problem: Problem, variants: Sequence[Variant], timing: Timing
 ) -> None:
-    """A row for each variant, with its time in us or its error; those checked wrong are not
+    """Write a row for each variant, with its time in us or its error. Wrong variants are not
     timed."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     sets = min(LAUNCHES, max(2, -(-4 * l2 // int(problem.bytes)) + 1))
     source = weights(problem.experts, problem.n, problem.k, "cuda", timing.seed)
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
-    found: dict[str, dict[str, Any]] = {variant.name: variant.said() for variant in variants}
+    row_of: dict[str, dict[str, Any]] = {variant.name: variant.labels() for variant in variants}
     calls: dict[str, Timed] = {}
     for variant in variants:
-        row = found[variant.name]
+        row = row_of[variant.name]
         try:
             row["calc_diff"] = checker.calc_diff(variant)
             if row["calc_diff"] > MAX_CALC_DIFF:
@@ -110,13 +110,13 @@ def run_problem(
     read_us = min(rows.pop(name)["value"] for name in calls if name.startswith(READING))
     least = max(read_us, 1e6 * problem.flops / timing.rates["fp8_flops_per_s"])
     for name, row in rows.items():
-        found[name] |= row if "error" in row else {**row, "roofline": least, "read": read_us}
-    for name, row in found.items():
+        row_of[name] |= row if "error" in row else {**row, "roofline": least, "read": read_us}
+    for name, row in row_of.items():
         writer.add(problem.case(), name, **row)
 
 
 def collect_variants(layers: bool, problem: Problem) -> list[Variant]:
-    """Our kernel, on the layer's problems as the solutions ship it, and the peers."""
+    """Return our kernel, on the layer's problems as the solutions ship it, and the peers."""
     if layers:
         own = [variant for name in SOLUTIONS for variant in solution_variants(name, problem)]
     else:

@@ -1,4 +1,4 @@
-"""The problems of which the grouped GEMM is timed: rows for every expert, and a weight shape.
+"""The problems that the grouped GEMM is timed on: rows for every expert, and a weight shape.
 
 Needs no torch, so that programs can name its options in their help.
 """
@@ -16,7 +16,7 @@ from scripts.data import dataset
 LAYER_SHAPES = dict(zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True))
 """(N, K) of the default layer's two GEMMs."""
 SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
-"""Module and row layout of those that choose their configs."""
+"""Module and row layout of the solutions that choose their configs."""
 STUDY = (2048, 4096, 7168)
 GRIDS: dict[str, dict[str, Any]] = {
     "quick": {"experts": (8,), "rows": (128, 512), "shapes": tuple(LAYER_SHAPES.values())},
@@ -30,7 +30,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One GEMM of [rows, k] x [n, k]^T for each expert; `tokens` of the workload it is from."""
+    """One GEMM of [rows, k] x [n, k]^T for each expert; `tokens` of its workload."""
 
     rows: tuple[int, ...]
     n: int
@@ -71,7 +71,7 @@ class Problem:
         return gemm_bytes(self.active, self.pairs, self.n, self.k)
 
     def case(self) -> dict[str, Any]:
-        """What rows say of it."""
+        """The fields of its rows that tell cases apart."""
         return {
             "experts": self.experts,
             "active": self.active,
@@ -84,9 +84,9 @@ class Problem:
         }
 
     def __str__(self) -> str:
-        of = f"T={self.tokens}, " if self.tokens is not None else ""
+        prefix = f"T={self.tokens}, " if self.tokens is not None else ""
         rows = f"{self.mean_rows:g} rows" if self.even else f"{self.mean_rows:.1f} rows on average"
-        return f"{of}{self.active} of {self.experts} experts, {rows}, N={self.n}, K={self.k}"
+        return f"{prefix}{self.active} of {self.experts} experts, {rows}, N={self.n}, K={self.k}"
 
 
 def padded(rows: int, multiple: int) -> int:
@@ -94,8 +94,8 @@ def padded(rows: int, multiple: int) -> int:
 
 
 def uneven_rows(mean: int, experts: int, seed: int) -> tuple[int, ...]:
-    """Row counts with about this mean: pairs drawn one by one among experts whose popularity
-    spreads as in the larger workloads (the fullest has about twice the mean)."""
+    """Draw row counts with about this mean: pairs are drawn one by one among experts whose
+    popularity spreads as in the larger workloads (the fullest expert has about twice the mean)."""
     generator = random.Random(seed)
     popularity = [generator.gammavariate(8.0, 1.0) for _ in range(experts)]
     drawn = generator.choices(range(experts), popularity, k=mean * experts)
@@ -113,7 +113,7 @@ class Histogram:
     """Tokens that have a local expert; 0 where rows were drawn without tokens."""
 
     def counts(self) -> dict[str, int]:
-        """What rows say of a case."""
+        """The fields of rows that describe a case."""
         return {
             "tokens": self.tokens,
             "hit": self.hit,
@@ -126,7 +126,7 @@ class Histogram:
 def histograms(
     root: Path, tokens: Sequence[int] | None = None, layer: MoeDefinition = DEFAULT
 ) -> list[Histogram]:
-    """Of the data set's workloads, or those with these token counts, from their routing."""
+    """Count the rows in the data set's workloads, or in those with these token counts."""
     trace_set, _ = dataset.load(root, layer)
     selectors = [f"T={t}" for t in tokens or ()]
     traces = dataset.select_workloads(trace_set.workloads[layer.name], selectors)
@@ -135,7 +135,7 @@ def histograms(
 
 
 def histogram(trace_set: Any, workload: Any, layer: MoeDefinition = DEFAULT) -> Histogram:
-    """Of one workload of the layer, whose tensors are there."""
+    """Count the rows in one workload of the layer, whose tensors exist."""
     from flashinfer_bench.bench.utils import load_safetensors
 
     definition = dataset.definition_of(trace_set)
@@ -150,7 +150,7 @@ def histogram(trace_set: Any, workload: Any, layer: MoeDefinition = DEFAULT) -> 
 def counted(
     uuid: str, logits: Any, bias: Any, offset: int, factor: float, layer: MoeDefinition
 ) -> Histogram:
-    """Of the layer's routing of these logits."""
+    """Count the rows that the layer's routing of these logits gives."""
     from moe_fp8.call import MoeShape
     from moe_fp8.reference import choose_experts
 
@@ -164,14 +164,14 @@ def counted(
     return Histogram(uuid, len(logits), tuple(counts), hit)
 
 
-def layer_problems(found: Iterable[Histogram]) -> list[Problem]:
-    """Both GEMMs of each workload that has local rows, one weight shape after the other."""
-    found = [h for h in found if any(h.rows)]
-    return [Problem(h.rows, n, k, h.tokens) for n, k in LAYER_SHAPES.values() for h in found]
+def layer_problems(cases: Iterable[Histogram]) -> list[Problem]:
+    """Return both GEMMs of each workload that has local rows, one weight shape after the other."""
+    cases = [h for h in cases if any(h.rows)]
+    return [Problem(h.rows, n, k, h.tokens) for n, k in LAYER_SHAPES.values() for h in cases]
 
 
 def grid_problems(grid: str) -> list[Problem]:
-    """A grid's problems; those with the same weights side by side."""
+    """Return a grid's problems. Problems with the same weights are next to each other."""
     axes = GRIDS[grid]
     return [
         Problem((m,) * e, n, k)

@@ -1,5 +1,5 @@
-"""What is timed on a problem: our grouped GEMM with a config, as a solution ships it or a
-peer's, and readings of the weights; and whether an output is right."""
+"""The kernels that are timed on a problem: our grouped GEMM with a config, as a solution ships it,
+a peer's, and readings of the weights. Also the check of their outputs."""
 
 import functools
 import itertools
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from moe_fp8.baselines.triton_stages import Rows
 
 MOST_ROWS = 1024
-"""Of an expert: the heuristics' last bounds are below."""
+"""Rows of an expert: the heuristics' last bounds are below."""
 
 
 class Weights:
-    """Sets of weights of one shape, drawn when they are asked for."""
+    """Sets of weights of one shape, drawn on first use."""
 
     def __init__(self, experts: int, n: int, k: int, device: torch.device, seed: int):
         self.shape = (experts, n, k)
@@ -61,7 +61,7 @@ class Weights:
 
 @functools.lru_cache(maxsize=1)
 def weights(experts: int, n: int, k: int, device: str, seed: int) -> Weights:
-    """The weights of a shape, kept until another shape is asked for."""
+    """Return the weights of a shape, cached until another shape is asked for."""
     return Weights(experts, n, k, torch.device(device), seed)
 
 
@@ -70,9 +70,9 @@ class Placed:
     """The rows of a problem in a layout: operands and output.
 
     Attributes:
-        index: where each row now lies, in the flat order.
+        index: the place of each row, in the flat order of rows.
         rows: [2, E] int32, first row and end of every expert.
-        expert: int32, of every row there is; -1 of padding.
+        expert: int32, expert of every row of the layout; -1 for padding.
     """
 
     a: torch.Tensor
@@ -84,8 +84,8 @@ class Placed:
 
 
 class Operands:
-    """One set of operands. The values are those that flashinfer-bench draws; layouts other than
-    the flat one are made, when asked for, outside the timing."""
+    """One set of operands, with values as flashinfer-bench draws them. Layouts other than the flat
+    one are made on first use, outside the timing."""
 
     def __init__(self, problem: Problem, source: Weights, index: int = 0):
         self.problem = problem
@@ -105,7 +105,7 @@ class Operands:
         self.flat = Placed(self.a, self.a_scale, self.out, places, rows, self.expert)
 
     def placed(self, starts: Sequence[int], total: int) -> Placed:
-        """Expert e's rows from row `starts[e]` on, of `total`; the other rows are zero."""
+        """Place expert e's rows from row `starts[e]` on, of `total`. The other rows are zero."""
         p, pairs, flat = self.problem, self.problem.pairs, self.flat
         begin = torch.tensor(starts, device=flat.a.device)
         index = flat.index + (begin - self.m_indptr[:-1])[self.expert.long()]
@@ -120,7 +120,7 @@ class Operands:
         return Placed(a.view(flat.a.dtype), a_scale, out, index, rows, expert)
 
     def aligned_to(self, multiple: int) -> Placed:
-        """Every expert begins at a multiple of so many rows, with no room for those without."""
+        """Start every expert at a multiple of so many rows; without rows it takes no room."""
         ends = list(itertools.accumulate(padded(rows, multiple) for rows in self.problem.rows))
         return self.placed([0, *ends[:-1]], max(multiple, ends[-1]))
 
@@ -130,7 +130,7 @@ class Operands:
 
     @functools.cached_property
     def batched(self) -> Placed:
-        """Expert e owns rows from `e * max_rows` on."""
+        """Place expert e's rows from `e * max_rows` on."""
         p = self.problem
         return self.placed([e * p.max_rows for e in range(p.experts)], p.experts * p.max_rows)
 
@@ -139,7 +139,7 @@ class Operands:
 
 
 def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Timed]:
-    """Calls that only read the weights [E, N, K] of the experts that have rows, each in another
+    """Return calls that only read the weights [E, N, K] of experts with rows, each in another
     order."""
     device = weights.device
     active = [e for e, count in enumerate(rows) if count]
@@ -152,8 +152,8 @@ def readings(weights: torch.Tensor, rows: Sequence[int]) -> list[Timed]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its name and how to prepare a call on a set of operands; ours with its config,
-    as it prints itself, and the solution that ships it."""
+    """A kernel with its name and a function that prepares its call on a set of operands. For ours
+    also the config, as it prints itself, and the solution that ships it."""
 
     name: str
     prepare: Callable[[Operands], Timed]
@@ -161,23 +161,23 @@ class Variant:
     peer: bool = False
     solution: str = ""
 
-    def said(self) -> dict[str, Any]:
-        """What rows say of it."""
-        found: dict[str, Any] = {"peer": self.peer, "config": self.config or None}
+    def labels(self) -> dict[str, Any]:
+        """The fields of its rows besides the case and the figures."""
+        fields: dict[str, Any] = {"peer": self.peer, "config": self.config or None}
         if self.solution:
-            found |= {"solution": self.solution, "hash": sources.current()[self.solution]}
-        return found
+            fields |= {"solution": self.solution, "hash": sources.current()[self.solution]}
+        return fields
 
 
 def heuristic(problem: Problem) -> Any:
-    """The config that the heuristic gives who knows the rows, as the solution v3 does."""
+    """Return the heuristic's config for known rows, as the solution v3 picks it."""
     rows, active = problem.mean_rows, problem.active
     choose = gpu.architecture().choose
     return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
 
 
 def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Variant:
-    """Our kernel with a config, on `flat`, `batched` or `aligned` rows."""
+    """Return our kernel with a config, on `flat`, `batched` or `aligned` rows."""
 
     def prepare(x: Operands) -> Timed:
         placed: Placed = getattr(x, layout)
@@ -192,7 +192,7 @@ def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Va
 
 
 class Checker:
-    """Outputs against the reference model's."""
+    """Compares outputs with the reference model's."""
 
     def __init__(self, operands: Operands):
         x = self.operands = operands
@@ -201,7 +201,7 @@ class Checker:
         reference.grouped_gemm(x.a, x.a_scale, x.b, x.b_scale, self.expected, rows)
 
     def calc_diff(self, variant: Variant) -> float:
-        """The largest of an expert's rows; infinite where any row was not written."""
+        """Return the largest calc_diff of an expert's rows; infinity if any row was not written."""
         call = variant.prepare(self.operands)
         call.poison()
         call()
@@ -227,15 +227,14 @@ def shipped(name: str, problem: Problem) -> Any:
 
 
 def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
-    """The heuristic's configs of a GEMM for rows that differ from expert to expert, from few rows
-    to many; `known` is what else the heuristic is told."""
+    """Return the heuristic's configs of a GEMM for uneven rows, from few rows to many."""
     choose, shape = gpu.architecture().choose, LAYER_SHAPES[gemm]
     return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
 
 
 def solution_variants(name: str, problem: Problem) -> list[Variant]:
-    """A solution's kernel and row layout with the config that it launches and, for flat, with
-    those next to it: what the tables call best known is the fastest of these."""
+    """Return a solution's kernel and row layout with the config that it launches. For flat also
+    with the neighbouring configs: the fastest of all is the tables' best known one."""
     config, layout = shipped(name, problem), SOLUTIONS[name][1]
     variants = [ours(name, config, layout, name)]
     if name == "flat":
@@ -253,8 +252,8 @@ def solution_variants(name: str, problem: Problem) -> list[Variant]:
 
 
 def deepgemm_variants() -> list[Variant]:
-    """DeepGEMM's two grouped layouts. On Hopper it takes float32 scales; those of the activations
-    run along the rows, which the block-major ones already do."""
+    """Return DeepGEMM's two grouped layouts. On Hopper it takes float32 scales. The activations'
+    scales must run along the rows, as our block-major scales do."""
     import deep_gemm
 
     recipe = (1, BLOCK, BLOCK)
@@ -289,8 +288,8 @@ def deepgemm_variants() -> list[Variant]:
 
 
 def sgl_variants() -> list[Variant]:
-    """sgl_kernel's CUTLASS grouped GEMM on flat rows, scales of A row by row, called as the
-    baselines on it do."""
+    """Return sgl_kernel's CUTLASS grouped GEMM on flat rows, with row-major scales of A, called as
+    the baselines on it do."""
     from moe_fp8.baselines.requirement import require
     from moe_fp8.baselines.sgl_grouped_gemm import REQUIREMENT, grouped_gemm, scratch
 
@@ -300,12 +299,12 @@ def sgl_variants() -> list[Variant]:
         p, device = x.problem, x.a.device
         a = x.a[: p.pairs]
         a_scale = x.a_scale[:, : p.pairs].t().contiguous()
-        held = scratch(device, p.experts, (p.k, p.n))
+        buffers = scratch(device, p.experts, (p.k, p.n))
         sizes = torch.tensor([[m, p.n, p.k] for m in p.rows], dtype=torch.int32, device=device)
         offsets = x.m_indptr[:-1].contiguous()
 
         def run(out: torch.Tensor) -> None:
-            grouped_gemm(held, a, a_scale, x.b, x.b_scale, out[: p.pairs], sizes, offsets)
+            grouped_gemm(buffers, a, a_scale, x.b, x.b_scale, out[: p.pairs], sizes, offsets)
 
         return Timed(run, [x.out], rows=x.flat.index)
 
@@ -313,7 +312,7 @@ def sgl_variants() -> list[Variant]:
 
 
 def triton_variants() -> list[Variant]:
-    """triton_moe's grouped GEMM with the tiles that it ships for as many tokens."""
+    """Return triton_moe's grouped GEMM with the tiles that it ships for as many tokens."""
     from moe_fp8.baselines.requirement import require
 
     require("triton", "triton")
@@ -322,8 +321,8 @@ def triton_variants() -> list[Variant]:
 
 
 def shipped_tile(problem: Problem) -> "TileConfig":
-    """What triton_moe takes for the workload; for even rows, for the tokens that would give every
-    expert so many. Its first tile is for the GEMM that is deeper than wide."""
+    """Return triton_moe's tile for the workload. For even rows: for the tokens that would give
+    every expert so many rows. Its first tile is for the GEMM with K > N."""
     from moe_fp8.baselines.triton_moe import tiles
 
     each = problem.mean_rows * DEEPSEEK_V3.num_experts / DEEPSEEK_V3.top_k
@@ -332,9 +331,10 @@ def shipped_tile(problem: Problem) -> "TileConfig":
 
 @functools.lru_cache(maxsize=32)
 def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
-    """The operands with every expert padded to blocks, and the tables that say so.
+    """Return the operands with every expert padded to blocks, and the tables that describe them.
 
-    The tables are as long as for any routing of the problem's tokens: what a grid is made for.
+    The tables are as long as for any routing of the problem's tokens, since a grid is sized by
+    them.
     """
     from moe_fp8.baselines.triton_stages import Rows, row_bound
 
@@ -350,8 +350,8 @@ def triton_rows(x: Operands, block_m: int) -> "tuple[Placed, Rows]":
 
 
 def triton_call(x: Operands, tile: "TileConfig") -> Timed:
-    """GEMM1 gathers its rows from the flat ones; where others than the layer's are multiplied, and
-    in GEMM2, they are in place."""
+    """Return a call of triton_moe's GEMM. GEMM1 gathers its rows from the flat ones. In GEMM2, and
+    in GEMMs other than the layer's, the rows are in place."""
     from moe_fp8.baselines.triton_gemm import grouped_gemm
 
     placed, rows = triton_rows(x, tile.block_m)
@@ -369,12 +369,12 @@ PEERS = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_va
 
 @functools.cache
 def peer_variants() -> list[Variant]:
-    """Of every peer that is there; one that is not is said, and left out."""
+    """Return the variants of every installed peer. Say which peers are missing."""
     variants = []
     for name, of_peer in PEERS.items():
         try:
             variants += of_peer()
         except Exception as error:  # a peer's import compiles and loads its own libraries
-            if multiprocessing.parent_process() is None:  # once, not by every one that compiles
+            if multiprocessing.parent_process() is None:  # not in compiling processes
                 say(f"{name}: not measured, {type(error).__name__}: {error}")
     return variants

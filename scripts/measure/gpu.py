@@ -1,5 +1,4 @@
-"""The GPU that is measured: its name and target, and the rates that its memory and its tensor cores
-reach."""
+"""The measured GPU: name, target, and the rates that its memory and tensor cores reach."""
 
 import functools
 import statistics
@@ -22,7 +21,7 @@ def require_gpu() -> str:
 
 
 def architecture() -> Any:
-    """What the package knows of this GPU: its `Architecture`; without a GPU, Hopper's."""
+    """Return the package's `Architecture` of this GPU; without a GPU, Hopper's."""
     return of_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -42,8 +41,8 @@ REPEATS = 10
 
 @functools.cache
 def measure_rates() -> Rates:
-    """Bytes a second of a large copy (read + write) and of a large read, and FLOPs a second of a
-    dense FP8 product, by the clock that layers are timed with, in turns: medians."""
+    """Measure bytes a second of a large copy (read + write) and of a large read, and FLOPs a second
+    of a dense FP8 product, in turns, by the clock that layers are timed with. Return medians."""
     size = 4 * 2**30
     source = torch.randint(0, 127, (size,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
@@ -52,19 +51,19 @@ def measure_rates() -> Rates:
     a = torch.randn((m, k), device="cuda").to(torch.float8_e4m3fn)
     b = torch.randn((n, k), device="cuda").to(torch.float8_e4m3fn)
     one = torch.ones((), device="cuda")
-    how: dict[str, Any] = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    options: dict[str, Any] = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     runs: dict[str, Run] = {
         "copy_bytes_per_s": lambda: target.copy_(source),
         "read_bytes_per_s": lambda: torch.sum(words),
-        "fp8_flops_per_s": lambda: torch._scaled_mm(a, b.t(), **how, use_fast_accum=True),
+        "fp8_flops_per_s": lambda: torch._scaled_mm(a, b.t(), **options, use_fast_accum=True),
     }
     work = {
         "copy_bytes_per_s": 2.0 * size,
         "read_bytes_per_s": size,
         "fp8_flops_per_s": 2 * m * n * k,
     }
-    found = in_turns(runs, REPEATS)
-    return {rate: work[rate] / (1e-3 * statistics.median(found[rate])) for rate in runs}
+    samples = in_turns(runs, REPEATS)
+    return {rate: work[rate] / (1e-3 * statistics.median(samples[rate])) for rate in runs}
 
 
 def describe_rates(rates: Rates) -> str:

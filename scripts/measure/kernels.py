@@ -1,9 +1,9 @@
 """One call of a solution kernel by kernel: time, gap, bytes and FLOPs against the roofline.
 
-A kernel's work is what it has to move and to compute on a workload. Bytes: every operand once, the
-weights of the experts that have rows, the rows of the pairs there are; no padding, nothing read
-twice, no table that only one implementation keeps. FLOPs: those of the GEMMs. A kernel is known by
-its name.
+A kernel's work is the bytes that it must move and the FLOPs that it must compute on a workload.
+Bytes: every operand once, the weights of the experts that have rows, and the rows of the existing
+pairs. Padding, repeated reads and tables of a single implementation do not count. FLOPs: those of
+the GEMMs. A kernel is recognised by its name.
 """
 
 import re
@@ -31,17 +31,17 @@ from scripts.measure.timing import (
 )
 
 OURS = re.compile(r"kernels(?:sm\d+)?[a-z0-9_]*?([A-Z]\w*?)_object_at")
-"""A CuTe DSL kernel's name holds the module's path and the class."""
+"""A CuTe DSL kernel's name has the module's path and the class."""
 
 TWO_TERMS = re.compile(r"Combine_object_at__tensorptrf32")
-"""The intermediate has two FP8 terms where the combine reads float32 rows."""
+"""The intermediate has two FP8 terms if the combine reads float32 rows."""
 
 GEMM = "gemm"
 OTHERS_GEMM = re.compile(
-    # DeepGEMM's; hpc-ops'; sgl_kernel's, which is the only one of CUTLASS there.
+    # DeepGEMM's; hpc-ops'; sgl_kernel's, whose only CUTLASS kernel it is.
     r"^sm90_fp8_gemm|^group_gemm_blockwise|^device_kernel$"
 )
-"""They take rows and write bfloat16, whatever else their layers launch."""
+"""Peers' GEMMs: they take rows and write bfloat16, whatever other kernels their layers launch."""
 STAGES: tuple[tuple[str, str], ...] = (
     (r"^RouteWord$", "route"),
     (r"^ChooseExperts$|^_route_kernel$", "choose"),
@@ -51,7 +51,7 @@ STAGES: tuple[tuple[str, str], ...] = (
     (r"^Combine$|^_combine_kernel$", "combine"),
     (r"^GemmSm\d|^_grouped_gemm_kernel$|" + OTHERS_GEMM.pattern, GEMM),
 )
-"""Patterns of short names, and the stage that such a kernel is."""
+"""Patterns of short names, and the stage of such a kernel."""
 
 
 class Work(NamedTuple):
@@ -59,46 +59,46 @@ class Work(NamedTuple):
     flops: float = 0.0
 
     def least_us(self, rates: Rates) -> float:
-        """The time that it takes at least."""
+        """Return the least time that the work can take."""
         return 1e6 * max(self.bytes / bandwidth(rates), self.flops / rates["fp8_flops_per_s"])
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's own name: a class of ours, or the function without namespaces and arguments."""
-    if found := OURS.search(kernel):
-        return found[1]
+    """Return a kernel's own name: our class, or the function without namespaces and arguments."""
+    if match := OURS.search(kernel):
+        return match[1]
     plain = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     return re.split(r"[<(]", plain)[0].rsplit("::", 1)[-1].strip()[:40]
 
 
 def stages(kernels: Sequence[str]) -> list[str | None]:
-    """The stage of each kernel of a call, None where its name does not tell; the GEMMs are `gemm1`
-    and `gemm2` where there are two."""
-    found = [
+    """Return the stage of each kernel of a call, None if its name does not tell. Two GEMMs are
+    `gemm1` and `gemm2`."""
+    names = [
         next((stage for pattern, stage in STAGES if re.search(pattern, short_name(k))), None)
         for k in kernels
     ]
-    gemms = [i for i, stage in enumerate(found) if stage == GEMM]
+    gemms = [i for i, stage in enumerate(names) if stage == GEMM]
     for place, i in enumerate(gemms, 1):
-        found[i] = f"{GEMM}{place}" if len(gemms) == 2 else None
-    # A stage in several launches: how its work is divided among them is not known.
-    return [stage if stage is None or found.count(stage) == 1 else None for stage in found]
+        names[i] = f"{GEMM}{place}" if len(gemms) == 2 else None
+    # The division of a stage's work among several launches is not known.
+    return [stage if stage is None or names.count(stage) == 1 else None for stage in names]
 
 
 def work(
     h: Histogram, gathers: bool, quantises: bool, terms: int = 1, layer: MoeDefinition = DEFAULT
 ) -> dict[str, Work]:
-    """The work of every stage of a layer.
+    """Return the work of every stage of a layer.
 
     Args:
-        gathers: the first GEMM reads the tokens, by the token of every row; there is no `permute`.
-        quantises: it writes FP8 and scales; there is no `swiglu_quant`.
-        terms: FP8 terms of the intermediate. With two, the rows that are combined are float32.
+        gathers: GEMM1 gathers the tokens of its rows; there is no `permute`.
+        quantises: GEMM1 writes FP8 and scales; there is no `swiglu_quant`.
+        terms: FP8 terms of the intermediate. With two, the combined rows are float32.
     """
     pairs, hidden, inner = sum(h.rows), layer.hidden_size, layer.intermediate_size
     gemm1, gemm2 = (Problem(h.rows, n, k, h.tokens) for n, k in layer.gemms)
-    # Of a token: what it is, in FP8 with scales, its logits, an int32 or float32 for each chosen
-    # expert, its output; of a pair: both GEMMs' results, the second term of which has no scales.
+    # A token has FP8 values with scales, logits, an int32 or float32 for each chosen expert, and an
+    # output. A pair has both GEMMs' results. The second FP8 term has no scales.
     token, output = hidden + 4 * hidden // BLOCK, 2 * hidden
     logits = h.tokens * layer.num_experts * (2 if layer.routing == RENORMALIZE else 4)
     up_and_gate, quantised = 2 * 2 * inner, inner + 4 * inner // BLOCK
@@ -106,7 +106,7 @@ def work(
     saved += (pairs - h.hit) * token - 4 * pairs if gathers else 0
     more = pairs * (terms - 1)
     tables = h.tokens * 4 * layer.top_k
-    # Where the first GEMM waits for the tensor cores, it writes the zeros.
+    # A compute-bound GEMM1 also zeroes the outputs of tokens without a local expert.
     zeros = (h.tokens - h.hit) * output if quantises and not gathers else 0
     return {
         "route": Work(logits + 2 * tables),  # writes rows and weights
@@ -123,16 +123,16 @@ def work(
 def works(
     names: Sequence[str], h: Histogram, layer: MoeDefinition = DEFAULT
 ) -> list[tuple[str, str | None, Work | None]]:
-    """Of each kernel of a call its short name, and its stage and its work where they are known."""
+    """Return the short name of each kernel of a call, and its stage and work if known."""
     known, short = stages(names), list(map(short_name, names))
     others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
     terms = 2 if any(map(TWO_TERMS.search, names)) else 1
-    of_stage = work(h, gathers, quantises, terms, layer)
+    work_of = work(h, gathers, quantises, terms, layer)
     return [
-        (name, stage, of_stage[stage] if stage else None)
+        (name, stage, work_of[stage] if stage else None)
         for name, stage in zip(short, known, strict=True)
     ]
 
@@ -151,13 +151,12 @@ def measure(
     least_us: float,
     repeats: int,
     eager: bool,
-    **of: Any,
+    **source: Any,
 ) -> None:
-    """Rows of a call's kernels in the order of beginning, medians over the calls in us: the time,
-    the `gap` to the end of the kernel before it (negative: a dependent launch that began before),
-    its work; then from the first's start to the last's end, and the call without the profiler, both
-    beside the `least_us` of the case.
-    """
+    """Write rows of a call's kernels in order of start, medians over the calls in us: the time, the
+    `gap` to the end of the previous kernel (negative: a dependent launch that started earlier), and
+    the work. Then a row from the first start to the last end, and one of the call without the
+    profiler, both against the `least_us` of the case."""
     for _ in range(WARMUP):
         call()
     replay = None if eager or waits(call) else captured(call)
@@ -168,7 +167,7 @@ def measure(
     names = [kernel.name for kernel in calls[0]]
 
     def add(value: float, least: float | None, **figures: Any) -> None:
-        writer.add(case, subject, value=value, unit="us", roofline=least, **of, **figures)
+        writer.add(case, subject, value=value, unit="us", roofline=least, **source, **figures)
 
     for i, (short, stage, done) in enumerate(works(names, h, layer)):
         add(
@@ -194,11 +193,11 @@ def measure(
     alone = figures(device_times({"": call}, repeats)[""], "us")
     if "error" not in alone:
         alone |= {"clock": "device", "roofline": least_us}
-    writer.add(case, subject, **of, **alone)
+    writer.add(case, subject, **source, **alone)
 
 
 def one_call(call: Timed) -> None:
-    """A call between cudaProfilerStart and Stop, for Nsight Compute and Systems."""
+    """Make one call between cudaProfilerStart and Stop, for Nsight Compute and Systems."""
     for _ in range(WARMUP):
         call()
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""What a program measures: solutions, workloads, and pairs of these; what it leaves out it says.
+"""The plan of a measurement: solutions, workloads, and pairs of them. Says what is left out.
 
-Of a finished run these are the pairs that have an output, whose solutions have the same sources as
-then and can run on this machine, which must be the same kind of machine.
+For a finished run the pairs are those that have an output, whose solutions have the same sources as
+then, and that can run on this machine, which must be of the same kind.
 """
 
 import tempfile
@@ -35,8 +35,8 @@ from scripts.pack.availability import (
 )
 
 CPU_MAX_TOKENS, CPU_MAX_RESERVED = 16, 128
-"""Tokens of the largest workload that runs on the CPU unless more are asked for; the same of masked
-rows, which are reserved 128 at a time."""
+"""Tokens of the largest workload that runs on the CPU by default, and rows reserved for an expert,
+which are 128 at a time, in the largest masked one."""
 
 
 def packed_solutions(packed: Sequence[Path]) -> list[Solution]:
@@ -44,9 +44,8 @@ def packed_solutions(packed: Sequence[Path]) -> list[Solution]:
 
 
 def load_with_ours(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, list[Solution]]:
-    """The data set with our solutions added in memory, and ours, packed anew; in a clone that
-    cannot be written to, for this call alone. What is remarkable goes to stderr. Raises
-    PackError."""
+    """Return the data set with our solutions added in memory, and ours, packed anew. A clone that
+    is read-only gets no files. Remarks go to stderr. Raises PackError."""
     try:
         packed = packed_solutions(pack.write_packed(definition=definition))
     except OSError as error:
@@ -62,32 +61,32 @@ def load_with_ours(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, l
             remarks.append(f"{name}: the data set's copy differs; the current one is used")
     for remark in remarks:
         say(remark)
-    # Made anew: it keeps its solutions by name, too.
+    # A new object: TraceSet also indexes its solutions by name when it is made.
     return replace(trace_set, solutions={definition.name: list((theirs | ours).values())}), packed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The solutions, workloads and pairs to measure."""
 
     trace_set: TraceSet
     solutions: list[Solution]
     workloads: list[Trace]
-    pairs: set[tuple[str, str]]  # (workload's uuid, solution) of what is measured
+    pairs: set[tuple[str, str]]  # (workload's uuid, solution)
     hardware: str
     skipped: dict[str, str]  # why a solution is left out, by its name
     packed: list[Solution]  # this checkout's own
 
     @property
     def peers(self) -> dict[str, bool]:
-        """Whether a solution of the data set is someone else's, by its name."""
+        """True for each peer among the data set's solutions, by name."""
         own = own_hashes(self.packed)
         (every,) = self.trace_set.solutions.values()
         return {s.name: is_peer(s, own) for s in every}
 
     @property
     def foreign(self) -> bool:
-        """Whether code of the data set's own solutions is run."""
+        """True if code of the data set's own solutions is run."""
         return not {s.hash() for s in self.solutions} <= {s.hash() for s in self.packed}
 
 
@@ -101,17 +100,17 @@ def choose(
     run_foreign: bool = False,
     definition: Entry = DEFAULT,
 ) -> Plan:
-    """What is to be measured: the pairs of a run's directory that have an output, or, without one,
-    all pairs of the chosen solutions and workloads; on the CPU the small workloads unless others
-    are asked for. Raises PackError: our solutions cannot be packed; UsageError: nothing is left, or
-    the machine lacks what is asked for."""
+    """Plan the pairs of a run's directory that have an output, or, without a run, all pairs of the
+    chosen solutions and workloads. On the CPU the default is the small workloads. Raises PackError:
+    our solutions cannot be packed; UsageError: nothing is left, or the machine lacks what is asked
+    for."""
     if not (use_gpu or run or workloads or max_tokens):
         masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
         max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
-    found = trace_set.workloads[definition.name]
+    picked = trace_set.workloads[definition.name]
     traces = run / "traces.jsonl" if run else None
     if traces:
         wanted = _of_run(traces, definition, every, hardware)
@@ -119,37 +118,37 @@ def choose(
             return Plan(trace_set, [], [], set(), hardware, {}, packed)
         every = [s for s in every if any(s.name == name for _, name in wanted)]
         if not workloads:
-            found = [t for t in found if any(t.workload.uuid == uuid for uuid, _ in wanted)]
+            picked = [t for t in picked if any(t.workload.uuid == uuid for uuid, _ in wanted)]
     machine = this_machine(use_gpu)
     chosen = select_solutions(every, solutions)
-    may, foreign = split_foreign(chosen, packed, solutions, run_foreign)
-    can, unavailable = split_available(may, machine, own_hashes(packed))
+    allowed, foreign = split_foreign(chosen, packed, solutions, run_foreign)
+    available, unavailable = split_available(allowed, machine, own_hashes(packed))
     skipped = {**foreign, **unavailable}
-    for remark in other_versions(can, machine):
+    for remark in other_versions(available, machine):
         say(remark)
-    if not can:
+    if not available:
         raise UsageError("no solution can run here:\n  " + say_skipped(skipped, "\n  "))
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
     say_whose_reference(local)
-    found = select_workloads(found, workloads, max_tokens)
-    make_missing_workloads(local, found)
-    pairs = {(t.workload.uuid, s.name) for t in found for s in can}
+    picked = select_workloads(picked, workloads, max_tokens)
+    make_missing_workloads(local, picked)
+    pairs = {(t.workload.uuid, s.name) for t in picked for s in available}
     pairs = pairs & wanted if traces else pairs
-    return Plan(trace_set, can, found, pairs, hardware, skipped, packed)
+    return Plan(trace_set, available, picked, pairs, hardware, skipped, packed)
 
 
 def _of_run(
     traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str
 ) -> set[tuple[str, str]]:
-    """The pairs of a run that have an output and are of these sources and this hardware; what is
-    not is said once a solution."""
+    """Return the pairs of a run that have an output and are of these sources and this hardware. Say
+    once for each solution what is left out."""
     if not traces.is_file():
         raise UsageError(f"{traces.parent} has no traces.jsonl")
     hashes = {s.name: s.hash() for s in solutions}
     results = read_results([traces], definition.name).itertuples()
-    found = [result for result in results if result.has_output]
-    reasons = [why_not_same(result, hashes, hardware) for result in found]
+    with_output = [result for result in results if result.has_output]
+    reasons = [why_not_same(result, hashes, hardware) for result in with_output]
     for why, count in Counter(filter(None, reasons)).items():
         say(f"left out: {why} ({count} results)")
-    return {(r.uuid, r.solution) for r, why in zip(found, reasons, strict=True) if not why}
+    return {(r.uuid, r.solution) for r, why in zip(with_output, reasons, strict=True) if not why}

@@ -1,4 +1,4 @@
-"""Processes that work side by side, none of which outlives what started them."""
+"""Parallel processes, none of which outlives the process that started them."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from scripts.common.command_line import leave_ending_to_parent
 
 def _begin(begin: Callable[..., None] | None, *arguments: Any) -> None:
     leave_ending_to_parent()
-    end_with_parent()  # which SIGKILL may end, or a signal while it imports
+    end_with_parent()  # the parent may end by SIGKILL, or by a signal while it imports
     if begin is not None:
         begin(*arguments)
 
@@ -22,8 +22,8 @@ def _begin(begin: Callable[..., None] | None, *arguments: Any) -> None:
 def process_pool(
     count: int, method: str, begin: Callable[..., None] | None = None, *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
-    """So many processes, started by `method` of multiprocessing; each calls `begin` with the
-    arguments first. With the block they end, and what is not done by then is not done any more."""
+    """Start `count` processes by `method` of multiprocessing. Each calls `begin` with the arguments
+    first. The end of the block kills them and drops unfinished work."""
     context = multiprocessing.get_context(method)
     pool = ProcessPoolExecutor(count, context, _begin, (begin, *arguments))
     try:

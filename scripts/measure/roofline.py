@@ -1,9 +1,9 @@
 """The least time that a call of the whole layer can take on this GPU.
 
-The larger of the time that a kernel takes which only reads the weights of the experts that have
-rows, and FLOPs over FP8 rate. The reading is measured for every case by itself, with a cold L2
-cache (weight_stream); the rate by a dense FP8 matrix product. Tokens, logits and output are left
-out: less than 2 % of the bytes up to T=901; beyond that the FLOPs decide.
+It is the larger of two times: that of a kernel that only reads the weights of the experts that have
+rows, and FLOPs over the FP8 rate. The reading is measured for every case, with a cold L2 cache
+(weight_stream), the rate by a dense FP8 matrix product. Tokens, logits and output are left out:
+they are less than 2 % of the bytes up to T=901. Beyond that the FLOPs decide.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from scripts.measure.timing import Timed, one_after_another, require_times
 
 
 def measure_reading(
-    found: Sequence[Histogram], repeats: int, layer: MoeDefinition = DEFAULT
+    cases: Sequence[Histogram], repeats: int, layer: MoeDefinition = DEFAULT
 ) -> dict[str, float]:
-    """Milliseconds of reading both GEMMs' weights of a case's active experts once, by uuid.
+    """Time reading both GEMMs' weights of each case's active experts once, in ms by uuid.
 
-    A CUDA graph of one reading of either tensor, replayed after the L2 cache was overwritten; the
-    faster of the orders that a tensor can be read in, median of the replays.
+    A CUDA graph of one reading of each tensor is replayed after the L2 cache was overwritten. The
+    result is the median of the replays, for the faster of the orders in which a tensor can be read.
     """
-    experts = len(found[0].rows)
+    experts = len(cases[0].rows)
     tensors = [
         torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(
             torch.float8_e4m3fn
@@ -36,12 +36,12 @@ def measure_reading(
         for n, k in layer.gemms
     ]
     calls: dict[str, Timed] = {}
-    for h in found:
+    for h in cases:
         if any(h.rows):
             orders = zip(*(readings(tensor, h.rows) for tensor in tensors), strict=True)
             both = {f"{h.uuid} {order}": one_after_another(c) for order, c in enumerate(orders)}
             calls |= both
-    best: dict[str, float] = {h.uuid: 0.0 for h in found}
+    best: dict[str, float] = {h.uuid: 0.0 for h in cases}
     for name, ms in require_times(calls, repeats).items():
         uuid, _, order = name.partition(" ")
         best[uuid] = ms if order == "0" else min(best[uuid], ms)
@@ -49,14 +49,14 @@ def measure_reading(
 
 
 def least_ms(h: Histogram, rates: Rates, repeats: int, layer: MoeDefinition) -> float:
-    """Of one case."""
+    """Return the least time of one case."""
     read_ms = measure_reading([h], repeats, layer)[h.uuid]
     return max(roofline_ms(h.counts(), rates, read_ms, layer))
 
 
-def measure(writer: Writer, found: Sequence[Histogram], repeats: int, layer: MoeDefinition) -> None:
-    """A row for each workload: `value` is what reading takes."""
-    read_ms = measure_reading(found, repeats, layer)
-    for h in sorted(found, key=lambda h: (h.tokens, h.uuid)):
+def measure(writer: Writer, cases: Sequence[Histogram], repeats: int, layer: MoeDefinition) -> None:
+    """Write a row for each workload. `value` is the time of the reading."""
+    read_ms = measure_reading(cases, repeats, layer)
+    for h in sorted(cases, key=lambda h: (h.tokens, h.uuid)):
         case: dict[str, Any] = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
         writer.add(case, "reading", clock="device", value=read_ms[h.uuid], unit="ms")

@@ -23,7 +23,7 @@ from scripts.common.project import PREFIX
 from scripts.pack import machine_code, sources
 
 TARGETS = {"sm_90a": 132, "sm_100a": 148}
-"""Multiprocessors of a GPU, by the compiler's target: some grids are constants."""
+"""Multiprocessors of a GPU, by the compiler's target: some grids are compile-time constants."""
 DUMP, KEEP = "CUTE_DSL_DUMP_DIR", "CUTE_DSL_KEEP"
 """Variables that the DSL reads when it is imported."""
 COMPILERS = {
@@ -31,7 +31,7 @@ COMPILERS = {
     "swiglu_quant": "swiglu",
     "batched_gemm": "masked_gemm",
 }
-"""Modules of `moe_fp8.kernels` by what they compile: `compile_<name>`."""
+"""Modules of `moe_fp8.kernels` by the names that they compile: `compile_<name>`."""
 
 
 class Unit(NamedTuple):
@@ -44,18 +44,18 @@ class Unit(NamedTuple):
 
 
 def units(every: bool) -> list[Unit]:
-    """The main definition's functions at its workloads; with `every` those of all definitions at
-    all numbers of tokens, and the forms that engines call."""
-    found: list[Unit] = []
+    """List the main definition's functions at its workloads. With `every`, list those of all
+    definitions at all numbers of tokens, and the forms that engines call."""
+    shipped: list[Unit] = []
     for target in TARGETS:
         for definition in (*TABLE, SHARED) if every else (DEFAULT,):
             if isinstance(definition, MoeDefinition):
-                found += layer_units(definition, target, every)
+                shipped += layer_units(definition, target, every)
             else:
-                found += gemm_units(definition, target)
+                shipped += gemm_units(definition, target)
         if every:
-            found += form_units(target)
-    return list({(unit.solution, unit.name): unit for unit in found}.values())
+            shipped += form_units(target)
+    return list({(unit.solution, unit.name): unit for unit in shipped}.values())
 
 
 def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator[Unit]:
@@ -85,7 +85,7 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
                 (shape, *configs, TARGETS[target], target),
             )
     configs_of = {"flat": pairs(functools.partial(flat_configs, shape=shape, choose=arch.choose))}
-    if definition is DEFAULT:  # no other one has v1 to v3
+    if definition is DEFAULT:  # only it has v1 to v3
         configs_of |= {
             name: [(module.CONFIGS[target],) * 2] for name, module in (("v1", v1), ("v2", v2))
         }
@@ -119,14 +119,14 @@ def workload_configs(definition: MoeDefinition, shape: Any, arch: Any) -> list[t
     from scripts.data.workload_specs import load_specs, routing_bias
     from scripts.measure.gemm_problems import counted
 
-    bias, found = torch.from_numpy(routing_bias(definition)), []
+    bias, configs = torch.from_numpy(routing_bias(definition)), []
     for spec in load_specs(definition):
         logits = torch.from_numpy(spec.draw().logits)
         factor = definition.routed_scaling_factor
         rows = counted("", logits, bias, spec.local_expert_offset, factor, definition).rows
         if any(rows):
-            found.append(counted_configs(list(rows), shape, arch.choose))
-    return found
+            configs.append(counted_configs(list(rows), shape, arch.choose))
+    return configs
 
 
 def gemm_units(definition: GemmDefinition, target: str) -> Iterator[Unit]:
@@ -165,19 +165,19 @@ def form_units(target: str) -> Iterator[Unit]:
     batched_bf16 = Form(i32, None, bf16, gate_first=True, batched=True)
     clamped = Swiglu(10.0, 1.702, 1.0)
 
-    def given(experts: int, local: int, h: int, i: int, top_k: int, *more: Any) -> MoeShape:
+    def shape_of(experts: int, local: int, h: int, i: int, top_k: int, *more: Any) -> MoeShape:
         return MoeShape(experts, local, h, i, 1, 1, top_k, "given", *more)
 
-    main, by_expert = given(256, 32, 7168, 2048, 8), given(32, 32, 7168, 2048, 1)
+    main, by_expert = shape_of(256, 32, 7168, 2048, 8), shape_of(32, 32, 7168, 2048, 1)
     strided = Form(torch.int64, f32, strided_scales=True, gate_first=True)
     forms: dict[str, tuple[MoeShape, Form, int]] = {
         "experts bf16": (main, usual, 1),
         "experts bf16 accurate": (main, usual, 2),
-        "experts bf16 tp8": (given(256, 256, 7168, 256, 8), usual, 1),
-        "experts bf16 qwen3": (given(128, 128, 2048, 768, 8), usual, 1),
+        "experts bf16 tp8": (shape_of(256, 256, 7168, 256, 8), usual, 1),
+        "experts bf16 qwen3": (shape_of(128, 128, 2048, 768, 8), usual, 1),
         "experts bf16 map": (main, Form(i32, f32, bf16, gate_first=True, has_map=True), 1),
         "experts fp8 i64 strided": (main, strided, 1),
-        "experts bf16 e8m0 clamped": (given(256, 32, 7168, 2048, 8, clamped, True), e8m0, 1),
+        "experts bf16 e8m0 clamped": (shape_of(256, 32, 7168, 2048, 8, clamped, True), e8m0, 1),
         "fused_moe bf16": (MoeShape(), Form(x=bf16), 1),
         "fused_moe bf16 bf16 logits no bias": (
             MoeShape(),
@@ -204,17 +204,17 @@ def form_units(target: str) -> Iterator[Unit]:
 # --- digests ------------------------------------------------------------------------------------
 
 
-def digests(found: list[Unit], workers: int) -> dict[str, str]:
-    """The digest of every unit, compiled in processes of their own."""
-    by_name = {unit.name: unit for unit in found}
+def digests(listed: list[Unit], workers: int) -> dict[str, str]:
+    """Return the digest of every unit, compiled in processes of their own."""
+    by_name = {unit.name: unit for unit in listed}
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
-        made = pool.map(_digest, by_name.values())
-        return dict(sorted(zip(by_name, made, strict=True)))
+        computed = pool.map(_digest, by_name.values())
+        return dict(sorted(zip(by_name, computed, strict=True)))
 
 
 def _start_worker() -> None:
-    """Give a process a dump directory of its own: names of dumped files do not tell configs
-    apart, so two processes with one directory read each other's text."""
+    """Give a process a dump directory of its own. The names of dumped files do not tell configs
+    apart, so two processes with one directory would read each other's text."""
     os.environ[DUMP] = tempfile.mkdtemp(prefix="moe_fp8_digests_")
     os.environ[KEEP] = "ir,ptx"
     os.environ["MOE_FP8_CACHE_DIR"] = ""  # a function that is loaded from a cache has no text
@@ -238,13 +238,13 @@ def function(name: str) -> Any:
 
 
 def describe(shipped: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
-    """Return the content of a file of digests: versions, digests, and of each solution the names of
-    its kernels, or a digest of its Triton kernels, and the hash of its sources."""
+    """Return the content of a file of digests: versions, digests, the names of each solution's
+    kernels, or a digest of its Triton kernels, and the hash of its sources."""
     kernels: dict[str, list[str]] = {}
     for unit in shipped:
         if unit.solution:
             kernels.setdefault(unit.solution, []).append(unit.name)
-    packed = {name: s for of in TABLE for name, s in sources.packed(of).items()}
+    packed = {name: s for definition in TABLE for name, s in sources.packed(definition).items()}
     return {
         "versions": machine_code.versions(),
         "digests": digests,

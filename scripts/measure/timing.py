@@ -1,8 +1,8 @@
 """The clock of every measurement on a GPU: of layers, of the grouped GEMM alone, of single kernels.
 
-A call is captured in a CUDA graph and replayed, the calls that are compared in turns, the L2 cache
-overwritten before each replay. A call whose host waits for the GPU cannot be captured: its kernels
-are then traced through CUPTI and their times summed, without the pauses, which the profiler makes
+A call is captured in a CUDA graph and replayed. Compared calls take turns, and the L2 cache is
+overwritten before each replay. A call whose host waits for the GPU cannot be captured. Its kernels
+are traced through CUPTI, and their times summed without the pauses, which the profiler makes
 longer.
 """
 
@@ -26,15 +26,15 @@ from torch.profiler import ProfilerActivity, profile
 from scripts.common.text import error_line
 
 FLUSH_BYTES = 256 * 2**20
-"""At least twice the L2 cache of any GPU there is."""
+"""At least twice the L2 cache of any GPU."""
 WARMUP = 3
 TRACED_CALLS = 7
-"""Of a solution that cannot be captured: starting the profiler for each takes long."""
+"""The most calls of a solution that is traced: starting the profiler for each takes long."""
 HARNESS_EVENTS = hasattr(harness, "do_bench")
-"""Whether flashinfer-bench times calls by events, host included, as 0.1.2; its main, kernels."""
+"""True if flashinfer-bench times calls by events, host included (0.1.2; main: kernels)."""
 HARNESS_CLOCK = "CUDA events, mean" if HARNESS_EVENTS else "CUPTI, median"
 FAILURES = (Exception, SystemExit)
-"""What code of a data set may raise: sys.exit in it would end a program as if all were done."""
+"""Exceptions of a data set's code: sys.exit in it would end a program as if it had succeeded."""
 
 Run = Callable[[], Any]
 
@@ -46,14 +46,14 @@ def flush_buffer() -> torch.Tensor:
 
 @functools.cache
 def own_stream() -> torch.cuda.Stream:
-    """The one stream of all timed calls: a solution may keep its buffers for each. Those of a dozen
-    solutions for two streams, and once more in graphs, were more than 80 GB."""
+    """Return the one stream of all timed calls: a solution may cache its buffers by stream. A dozen
+    solutions' buffers for two streams, and once more in graphs, took more than 80 GB."""
     return torch.cuda.Stream()
 
 
 @contextmanager
 def on_own_stream() -> Iterator[None]:
-    """Where calls are made that see what was made before, on whatever stream."""
+    """Run the block on the own stream, after all earlier work on any stream."""
     torch.cuda.synchronize()
     with torch.cuda.stream(own_stream()):
         yield
@@ -70,18 +70,19 @@ def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:
 
 
 def figures(times: Mapping[str, Any], unit: str = "ms", launches: int = 1) -> dict[str, Any]:
-    """What a row has of a `summary` of calls that make so many launches, or of an `error`."""
+    """Return a row's fields from a `summary` of calls of `launches` launches, or from an
+    `error`."""
     if "error" in times:
         return dict(times)
     scale = {"ms": 1.0, "us": 1e3}[unit] / launches
-    found = {name: times[name] for name in times if name != "ms"}
-    found |= {share: scale * times[share] for share in ("p10", "p90") if share in times}
-    return {**found, "value": scale * times["ms"], "unit": unit}
+    row = {name: times[name] for name in times if name != "ms"}
+    row |= {share: scale * times[share] for share in ("p10", "p90") if share in times}
+    return {**row, "value": scale * times["ms"], "unit": unit}
 
 
 def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns, or, where it fails, {"error": a line of two sentences at most}; the whole
-    goes to stderr."""
+    """Return the result of `measure`, or if it fails {"error": at most two sentences}. The
+    traceback goes to stderr."""
     try:
         return measure(*arguments)
     except FAILURES as error:
@@ -94,7 +95,7 @@ def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def waits(call: Run) -> bool:
-    """Whether the host waits for the GPU in a call, by torch's own check of its operations."""
+    """True if the host waits for the GPU in a call, by torch's own check of its operations."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -108,7 +109,7 @@ def waits(call: Run) -> bool:
 
 
 def capture(call: Run) -> torch.cuda.CUDAGraph:
-    """The call as a graph, captured on the stream on which it is called once before."""
+    """Return the call as a graph, captured on the own stream after one call there."""
     stream = own_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -121,7 +122,7 @@ def capture(call: Run) -> torch.cuda.CUDAGraph:
 
 
 def elapsed(launch: Run) -> float:
-    """Milliseconds on the GPU."""
+    """Return milliseconds on the GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     launch()
@@ -131,10 +132,10 @@ def elapsed(launch: Run) -> float:
 
 
 def in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds on the GPU of each run, a list over the repeats.
+    """Return the milliseconds on the GPU of each run, a list over the repeats.
 
-    They take turns, so that a clock that drifts favours none, and the L2 cache is overwritten
-    before each. Two rounds of warm-up do not count.
+    The runs take turns, so that a drifting clock favours none. The L2 cache is overwritten before
+    each run. Two rounds of warm-up do not count.
     """
     flush = flush_buffer()
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -152,11 +153,11 @@ def in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Timed:
-    """A function with its arguments, of which the last is the output.
+    """A function with its arguments. The last argument is the output.
 
     Attributes:
-        as_defined: whether those before it are the definition's inputs, in its order.
-        rows: those of the output that the call writes, in the order that is compared (all).
+        as_defined: true if the other arguments are the definition's inputs, in its order.
+        rows: rows of the output that the call writes, in the order of the comparison (all).
     """
 
     runnable: Any
@@ -175,19 +176,19 @@ class Timed:
         return self.output[self.rows]
 
     def poison(self) -> None:
-        """With what no call writes: NaN, or where it counts -1."""
+        """Fill the output with a value that no call writes: NaN, or -1 for integers."""
         self.output.fill_(float("nan") if self.output.is_floating_point() else -1)
 
 
 class Returning(Timed):
-    """A call that returns its output, in new memory; that of the last call is the last argument."""
+    """A call that returns its output in new memory, which becomes the last argument."""
 
     def __call__(self) -> None:
         self.arguments[-1] = self.runnable(*self.arguments)
 
 
 def one_after_another(calls: Sequence[Timed]) -> Timed:
-    """One call that makes all of these; its output is the last one's."""
+    """Return one call that makes all of these. Its output is the last one's."""
 
     def run(output: torch.Tensor) -> None:
         for call in calls:
@@ -197,11 +198,11 @@ def one_after_another(calls: Sequence[Timed]) -> Timed:
 
 
 def captured(call: Timed) -> Run:
-    """A replay of the call, checked against the call itself, which was made before; see `capture`.
-    Raises RuntimeError: the replay does not write what the call writes.
+    """Return a replay of the call, checked against the output of the call itself, which was made
+    before; see `capture`. Raises RuntimeError: the replay does not write what the call writes.
 
-    A peer's buffers are those of the call, which are filled once. In a graph of its own it would
-    fill them in every replay: deepgemm_mega_moe 3 GB.
+    The graph reuses a peer's buffers, which are filled once. A graph with buffers of its own would
+    fill them in every replay: 3 GB for deepgemm_mega_moe.
     """
     expected = call.result().clone()
     os.environ[REUSE] = "1"
@@ -218,8 +219,8 @@ def captured(call: Timed) -> Run:
 
 
 def timed(definition: Definition, solution: Solution, inputs: Sequence[Any], device: str) -> Timed:
-    """A call of the solution with inputs of its own but for the weights, of which there is one set,
-    and whatever else has one shape for all workloads."""
+    """Return a call of the solution on its own copy of the inputs. Weights and other inputs of
+    fixed shape are shared."""
     runnable = BuilderRegistry.get_instance().build(definition, solution)
     of_workload = set(definition.var_axes)
     own = [
@@ -237,14 +238,14 @@ def timed(definition: Definition, solution: Solution, inputs: Sequence[Any], dev
 
 
 def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
-    """The device time of each call in ms, or the `error` for which there is none."""
+    """Return the device time of each call in ms, or its `error`."""
     flush = flush_buffer()
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     replays: dict[str, Run] = {}
 
     def prepare(name: str, call: Timed) -> dict[str, Any]:
-        """Capture the call for `time_replays`, or, if its host waits for the GPU, time it now: only
-        then figures are returned."""
+        """Capture the call for `time_replays` and return nothing. If its host waits for the GPU,
+        time it now and return its figures."""
         for _ in range(WARMUP):
             call()
         waiting = waits(call)
@@ -260,8 +261,7 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
         return summary(samples, method="kernel sum")
 
     def fitted(name: str, call: Timed) -> dict[str, Any]:
-        """What `prepare` gives; tried again, once the graphs before it were timed and freed, where
-        they leave no memory."""
+        """Call `prepare`. If memory runs out, time and free the earlier graphs and try again."""
         try:
             return prepare(name, call)
         except torch.OutOfMemoryError:
@@ -272,29 +272,29 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
 
     def time_replays() -> None:
         for name, samples in in_turns(replays, repeats).items():
-            found[name] = summary(samples, method="graph")
+            results[name] = summary(samples, method="graph")
         replays.clear()
         torch.cuda.empty_cache()
 
     with on_own_stream():
         for name, call in calls.items():
-            found[name] = attempt(fitted, name, call)
+            results[name] = attempt(fitted, name, call)
         time_replays()
-    return found
+    return results
 
 
 def require_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, float]:
-    """The device time of each call in ms. Raises RuntimeError: one has none."""
-    found = device_times(calls, repeats)
-    for name, times in found.items():
+    """Return the device time of each call in ms. Raises RuntimeError: a call has none."""
+    results = device_times(calls, repeats)
+    for name, times in results.items():
         if "error" in times:
             raise RuntimeError(f"{name}: {times['error']}")
-    return {name: times["ms"] for name, times in found.items()}
+    return {name: times["ms"] for name, times in results.items()}
 
 
 def both_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
-    """Of each call the times by both clocks, "device" and "harness", or the `error` for which there
-    are none. By one where flashinfer-bench's is the device's."""
+    """Return each call's times by both clocks, "device" and "harness", or its `error`. The harness
+    clock is left out if flashinfer-bench times the device itself."""
 
     def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
         by_harness = {"harness": harness_times(call, repeats)} if HARNESS_EVENTS else {}
@@ -307,7 +307,7 @@ def both_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, 
 
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
-    """flashinfer-bench's own timing of a built solution, every call instead of the mean; with
+    """Time a built solution by flashinfer-bench's own loop, every call instead of the mean; with
     `HARNESS_EVENTS`."""
     with torch.cuda.stream(own_stream()):
         samples = harness.do_bench(
@@ -323,9 +323,9 @@ def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
 # --- traces of a call's kernels -------------------------------------------------------------------
 
 TRACE_WARMUP = 2
-"""Traced calls that do not count: the profiler sets itself up during the first ones."""
+"""Traced calls that do not count: the profiler initialises during the first ones."""
 PROFILERS_OWN = ("Activity Buffer Request", "Command Buffer Full", "Lazy Function Loading")
-"""What newer profilers list besides the kernels, of their own time."""
+"""Events of newer profilers about themselves, listed among the kernels."""
 
 
 class Span(NamedTuple):
@@ -337,8 +337,8 @@ class Span(NamedTuple):
 
 
 def traced(run: Run) -> list[Span]:
-    """What the GPU did while `run` ran and until it was idle again, in the order of beginning, as
-    torch's profiler (CUPTI) saw it. Raises RuntimeError: nothing was seen."""
+    """Return all GPU activity from the call of `run` to its completion, in order of start, as
+    torch's profiler (CUPTI) reports it. Raises RuntimeError: the profiler saw nothing."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -354,8 +354,8 @@ def traced(run: Run) -> list[Span]:
 
 
 def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
-    """The kernels of `repeats` calls, the L2 cache overwritten by `flush` (one launch) before each,
-    with nothing else under way."""
+    """Trace `repeats` calls and return their kernels. `flush` (one launch) overwrites the L2 cache
+    before each call, and the GPU is idle then."""
     calls = TRACE_WARMUP + repeats
 
     def run() -> None:
@@ -369,8 +369,8 @@ def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
 
 
 def split(spans: Sequence[Span], calls: int) -> list[list[Span]]:
-    """The spans of each call, without the flush before it. Raises RuntimeError: the calls did not
-    launch the same kernels in the same order."""
+    """Return the spans of each call, without the flush before it. Raises RuntimeError: the calls
+    did not launch the same kernels in the same order."""
     each = len(spans) // calls
     parts = [list(spans[i * each : (i + 1) * each]) for i in range(calls)]
     names = {tuple(s.name for s in part) for part in parts}

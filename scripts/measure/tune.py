@@ -1,7 +1,7 @@
 """The search for faster configs of the two GEMMs in the fused layer.
 
-Every candidate has a row of its time. At the end of each case a row of what ships names the `best`,
-and has as its value the percent that what ships loses.
+Every candidate has a row with its time. Each case ends with a row of the shipped configs that names
+the `best`. Its value is the loss of the shipped configs in percent.
 """
 
 import itertools
@@ -26,38 +26,38 @@ NONE_RAN = "none ran"
 def add_verdict(
     writer: Writer, case: Mapping[str, Any], us: Mapping[str, float], shipped: str, most: float
 ) -> None:
-    """A row of what ships, by the times of the candidates that ran; an error where it loses more
-    than `most` percent, or did not run."""
+    """Write the row of the shipped configs, by the times of the candidates that ran. It is an error
+    if they lose more than `most` percent, or did not run."""
     best = min(us, key=lambda name: us[name], default=NONE_RAN)
-    found: dict[str, Any] = {"best": best, "best_us": us.get(best)}
+    verdict: dict[str, Any] = {"best": best, "best_us": us.get(best)}
     if shipped not in us:
-        writer.add(case, shipped, **found, error=f"did not run; best: {best}")
+        writer.add(case, shipped, **verdict, error=f"did not run; best: {best}")
         return
     loss = 100 * (us[shipped] / us[best] - 1)
     if loss > most:
-        found["error"] = f"loses {loss:.1f} %; best: {best}"
-    writer.add(case, shipped, **found, value=loss, unit="%")
+        verdict["error"] = f"loses {loss:.1f} %; best: {best}"
+    writer.add(case, shipped, **verdict, value=loss, unit="%")
 
 
 Pair = tuple[Any, Any]
-"""What the heuristic picks for the first and the second GEMM."""
+"""The heuristic's configs of GEMM1 and GEMM2."""
 
 
 def picked(tokens: int, shape: MoeShape, terms: int) -> Pair:
-    """The heuristic's configs that the layer starts from."""
-    architecture, made = gpu.architecture(), []
+    """Return the heuristic's configs that the layer starts from."""
+    architecture, picks = gpu.architecture(), []
 
     def noting(*arguments: Any, **known: Any) -> Any:
-        made.append(architecture.choose(*arguments, **known))
-        return made[-1]
+        picks.append(architecture.choose(*arguments, **known))
+        return picks[-1]
 
     architecture.choose_layer(tokens, shape, terms, noting)
-    first, second = made
+    first, second = picks
     return first, second
 
 
 def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> list[Pair]:
-    """The shipped one first, then all that are at most a step from it on the two GEMMs' ladders."""
+    """Return the shipped pair, then all pairs at most a step from it on the two GEMMs' ladders."""
 
     def near(config: Any, rungs: Sequence[Any]) -> Sequence[Any]:
         at = rungs.index(config)
@@ -67,12 +67,12 @@ def pairs(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> list[Pair]:
 
 
 DEPTHS = (4, 6, 8)
-"""Stages of the pipelines with few rows: two shallow ones leave both GEMMs' CTAs room on one
+"""Pipeline stages to try with few rows: two shallow pipelines let CTAs of both GEMMs share a
 multiprocessor."""
 
 
 def with_pair(pair: Pair, depths: tuple[int, int] | None = None) -> Callable[..., Pair]:
-    """The layer's configs where the heuristic would have picked these, with so many stages."""
+    """Return the layer's configs as if the heuristic had picked `pair`, with `depths` stages."""
 
     def configs(tokens: int, shape: MoeShape, terms: int) -> Pair:
         def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
@@ -88,13 +88,13 @@ def with_pair(pair: Pair, depths: tuple[int, int] | None = None) -> Callable[...
 
 
 def candidates(shipped: Pair, ladders: Sequence[Sequence[Any]]) -> dict[str, Callable[..., Pair]]:
-    """By name, the shipped pair first: those beside it, and it with pipelines of other depths."""
-    found = {" + ".join(map(str, pair)): with_pair(pair) for pair in pairs(shipped, ladders)}
+    """Return by name the shipped pair, the neighbouring pairs, and other pipeline depths of it."""
+    layers = {" + ".join(map(str, pair)): with_pair(pair) for pair in pairs(shipped, ladders)}
     if all(config.swap_ab for config in shipped):
         for depths in itertools.product(DEPTHS, DEPTHS):
             name = f"shipped, {depths[0]} and {depths[1]} stages"
-            found[name] = with_pair(shipped, depths)
-    return found
+            layers[name] = with_pair(shipped, depths)
+    return layers
 
 
 def tune_layer(
@@ -105,11 +105,11 @@ def tune_layer(
     repeats: int,
     max_loss: float,
 ) -> None:
-    """The layer with its own pair of configs and with those beside it: a step up or down the
-    heuristic's ladder, from few rows to many, for either GEMM or both; with few rows pipelines of
-    other depths, too. What the layer itself adds to a config it adds to these. One whose output is
-    not that of the shipped pair, to the bit, is an error. The best config of a GEMM alone need not
-    be the layer's: the second GEMM begins while the first one ends."""
+    """Time the layer with its own pair of configs and with the neighbouring pairs: a step up or
+    down the heuristic's ladder, from few rows to many, for one GEMM or both; with few rows also
+    with other pipeline depths. The layer adds its own changes to all of these configs. A candidate
+    whose output differs in a bit from the shipped pair's is an error. A GEMM's best config alone
+    need not be the layer's: GEMM2 begins while GEMM1 ends."""
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     shape = MoeShape(**problems.layer.shape)
     for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
@@ -121,10 +121,10 @@ def tune_layer(
         times, shipped, us = device_times(calls, repeats), next(iter(calls)), {}
         case = {"definition": problems.layer.name, "tokens": t, "routing": routing, "terms": terms}
         for name, call in calls.items():
-            found = figures(times[name], "us")
-            if "error" not in found and not torch.equal(call.output, calls[shipped].output):
-                found = {"error": "not the output of the shipped pair"}
-            if "error" not in found:
-                us[name], found["clock"] = found["value"], "device"
-            writer.add(case, name, **found)
+            row = figures(times[name], "us")
+            if "error" not in row and not torch.equal(call.output, calls[shipped].output):
+                row = {"error": "not the output of the shipped pair"}
+            if "error" not in row:
+                us[name], row["clock"] = row["value"], "device"
+            writer.add(case, name, **row)
         add_verdict(writer, case, us, shipped, max_loss)

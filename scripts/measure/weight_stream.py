@@ -1,16 +1,16 @@
-"""A kernel that only reads: what reading the weights of the active experts takes on this GPU.
+"""A kernel that only reads: the time of reading the weights of the active experts on this GPU.
 
-No kernel that needs these weights is faster, so this is the roofline of the grouped GEMM where
-reading bounds it. The rate of one large buffer is none: three experts' weights are read at another
-rate, and a GEMM has been seen at 102 % of it.
+No kernel that needs these weights is faster, so this is the roofline of a memory-bound grouped
+GEMM. The rate of one large buffer is no such bound: three experts' weights are read at another
+rate, and a GEMM has reached 102 % of it.
 
-Every CTA walks through chunks of 16 KB, which TMA brings into a ring in shared memory; nobody looks
-at them. Two orders, of which the faster counts: all CTAs side by side through the weights, or each
-through a part of its own.
+Every CTA walks through chunks of 16 KB, which TMA loads into a ring in shared memory. Nothing reads
+the ring. There are two orders, of which the faster counts: all CTAs walk through the weights
+together, or each through its own part.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -19,11 +19,11 @@ import torch
 from cuda.bindings import driver as cuda
 from cutlass import Float8E4M3FN, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
-from moe_fp8.kernels.compile import COMPILE_OPTIONS, Argument, Extent, Scalar, Tensor, fakes
+from moe_fp8.kernels.compile import COMPILE_OPTIONS, Extent, Scalar, Tensor, fakes
 from moe_fp8.kernels.dsl import SmemAllocator
 
 LINE = 128
-"""Bytes of a row of the weights as they are read: the widest box that is not swizzled."""
+"""Bytes of a row of the weights as TMA reads them: the widest box without swizzle."""
 LINES = 128
 """Rows of a chunk."""
 CHUNK = LINE * LINES
@@ -36,8 +36,8 @@ class StreamWeights:
 
     Args:
         chunks: of one expert.
-        side_by_side: CTA c of G reads chunks c, c + G, ..., else the c-th part of all.
-        add_up: write the sum of the bytes read instead, which shows that they are the right ones.
+        side_by_side: CTA c of G reads chunks c, c + G, ...; otherwise the c-th part of all.
+        add_up: write the sum of the bytes instead, which shows that the right bytes were read.
     """
 
     def __init__(self, chunks: int, side_by_side: bool, add_up: bool = False):
@@ -102,7 +102,7 @@ class StreamWeights:
             cute.group_modes(ring, 0, 2),
             cute.group_modes(cute.local_tile(weights, (LINES, LINE), (None, 0)), 0, 2),
         )
-        found = Int64(0) if self.add_up else Int64(count)
+        result = Int64(0) if self.add_up else Int64(count)
         words = cute.make_tensor(
             cute.recast_ptr(storage.ring.data_ptr(), dtype=Uint32),
             cute.make_layout((CHUNK // 4, STAGES)),
@@ -114,8 +114,8 @@ class StreamWeights:
                 if cutlass.const_expr(self.add_up):
                     for word in cutlass.range(cute.arch.lane_idx(), CHUNK // 4, WARP):
                         for byte in cutlass.range_constexpr(4):
-                            found += Int64(words[word, stage] >> (8 * byte) & 255)
-                    cute.arch.sync_warp()  # all have read what the next copy overwrites
+                            result += Int64(words[word, stage] >> (8 * byte) & 255)
+                    cute.arch.sync_warp()  # before the next copy overwrites the stage
             if i < count:
                 chunk = first + i * step
                 expert = experts[chunk // self.chunks]
@@ -129,38 +129,34 @@ class StreamWeights:
                 )
         if cutlass.const_expr(self.add_up):
             for distance in (16, 8, 4, 2, 1):
-                found += cute.arch.shuffle_sync_bfly(found, distance)
+                result += cute.arch.shuffle_sync_bfly(result, distance)
         if cute.arch.lane_idx() == 0:
-            read[cta] = found
-
-
-def compile_for(arch: str, kernel: Any, arguments: Sequence[Argument]) -> Any:
-    """The kernel as a function that takes the caller's stream; needs no GPU."""
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = COMPILE_OPTIONS.format(arch=arch)
-    return cute.compile(kernel, *fakes(arguments), stream, options=options)
+            read[cta] = result
 
 
 @functools.cache
 def compile_stream(chunks: int, side_by_side: bool, arch: str, add_up: bool = False) -> Any:
+    """Compile the kernel as a function that takes the caller's stream. Needs no GPU."""
     arguments = (
         Tensor(Float8E4M3FN, (Extent("lines"), LINE)),
         Tensor(Int32, (Extent("active"),), align=4),
         Tensor(Int64, (Extent("ctas"),), align=8),
         Scalar(Int32),
     )
-    return compile_for(arch, StreamWeights(chunks, side_by_side, add_up), arguments)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel, options = StreamWeights(chunks, side_by_side, add_up), OPTIONS.format(arch=arch)
+    return cute.compile(kernel, *fakes(arguments), stream, options=options)
 
 
 def readers(
     weights: torch.Tensor,  # [E, N, K] float8_e4m3fn
     experts: torch.Tensor,  # [active] int32, on the same device
-    read: torch.Tensor,  # [CTAs] int64, written: the chunks that each has read
+    read: torch.Tensor,  # [CTAs] int64, written: chunks read by each CTA
     arch: str,
     add_up: bool = False,
 ) -> list[Callable[[], None]]:
-    """Launches, one an order, that read all weights of these experts once. Raises ValueError: an
-    expert's weights are not whole chunks."""
+    """Return launches, one an order, that read all weights of these experts once. Raises
+    ValueError: an expert's weights are not whole chunks."""
     chunks, rest = divmod(weights[0].numel(), CHUNK)
     if rest:
         raise ValueError(f"weights {tuple(weights.shape)}: expected whole chunks of {CHUNK} bytes")

@@ -1,8 +1,8 @@
-"""Whether a solution can run on this machine, from what it says of itself, without building it.
+"""Checks if a solution can run on this machine, from its own description, without building it.
 
-`spec.target_hardware` names GPUs, `spec.dependencies` holds pip requirements. Both are free text in
-flashinfer-bench, and other people's data sets write them in their own ways: only what is understood
-can refuse a solution, a name that is not known never does.
+`spec.target_hardware` names GPUs, and `spec.dependencies` lists pip requirements. Both are free
+text in flashinfer-bench, and other people's data sets write them in their own ways. Only text that
+is understood can refuse a solution. An unknown name never does.
 """
 
 import importlib.metadata
@@ -42,22 +42,22 @@ GPUS: dict[Capability, str] = {
     (12, 0): "5090",
 }
 CAPABILITIES = {word: capability for capability, words in GPUS.items() for word in words.split()}
-"""By the word of a GPU's name that tells the model: 'NVIDIA H100 80GB HBM3' is an h100."""
+"""Capabilities by the model's word in a GPU's name: 'NVIDIA H100 80GB HBM3' is an h100."""
 
-# What solutions list besides pip packages; whether these are there is not for this module to say.
+# Solutions list these besides pip packages. This module does not check for them.
 TOOLCHAINS = {"cuda", "cuda-toolkit", "nvcc", "cutlass", "cudnn", "python", "gcc", "g++"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides here: the GPU's compute capability, None without a GPU, and the packages."""
+    """The GPU's compute capability, None without a GPU, and the packages: they decide."""
 
     capability: Capability | None
     version: Callable[[str], str | None]
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution; '' where only a module of that name is found; else None."""
+    """Return the version of a distribution; '' if only a module of that name exists; else None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +66,7 @@ def installed_version(name: str) -> str | None:
 
 
 def this_machine(use_gpu: bool = True) -> Machine:
-    """The present machine; as one without a GPU on request."""
+    """Return the present machine, on request as if it had no GPU."""
     import torch
 
     on_gpu = use_gpu and torch.cuda.is_available()
@@ -74,7 +74,7 @@ def this_machine(use_gpu: bool = True) -> Machine:
 
 
 def capability_of(name: str) -> Capability | None:
-    """The compute capability of a GPU by its name, or of 'sm_90' itself; None if not known."""
+    """Return the compute capability of a GPU by name, or of 'sm_90' itself; None if not known."""
     for word in re.findall(r"[a-z0-9]+", name.lower().replace("sm_", "sm")):
         if word in CAPABILITIES:
             return CAPABILITIES[word]
@@ -84,8 +84,8 @@ def capability_of(name: str) -> Capability | None:
 
 
 def requirements(solution: "Solution") -> list[Requirement]:
-    """The pip requirements among the solution's dependencies."""
-    found = []
+    """Return the pip requirements among the solution's dependencies."""
+    wanted = []
     for text in solution.spec.dependencies:
         try:
             requirement = Requirement(text)
@@ -93,12 +93,12 @@ def requirements(solution: "Solution") -> list[Requirement]:
             continue
         applies = requirement.marker is None or requirement.marker.evaluate()
         if applies and canonicalize_name(requirement.name) not in TOOLCHAINS:
-            found.append(requirement)
-    return found
+            wanted.append(requirement)
+    return wanted
 
 
 def why_not(solution: "Solution", machine: Machine) -> str | None:
-    """Why the solution cannot run on the machine's GPU, in one line; None if it can."""
+    """Return why the solution cannot run on the machine's GPU, in one line; None if it can."""
     if machine.capability is None:
         return NEEDS_GPU
     wanted = [capability_of(name) for name in solution.spec.target_hardware]
@@ -111,7 +111,7 @@ def why_not(solution: "Solution", machine: Machine) -> str | None:
 
 
 def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[str]:
-    """Remarks on packages whose version is not the one that solutions ask for."""
+    """Return remarks on packages whose version does not meet solutions' requirements."""
     asked: dict[str, list[str]] = {}
     for solution in solutions:
         for requirement in requirements(solution):
@@ -123,7 +123,7 @@ def other_versions(solutions: "Iterable[Solution]", machine: Machine) -> list[st
 
 
 def own_hashes(packed: "Iterable[Solution]") -> frozenset[str]:
-    """Of what this checkout packs, the hashes of the solutions that are not on others' kernels."""
+    """Return the hashes of this checkout's packed solutions that do not use others' kernels."""
     theirs = f"{PACKAGE}/{BASELINES}/"
     return frozenset(
         s.hash() for s in packed if not any(source.path.startswith(theirs) for source in s.sources)
@@ -131,17 +131,17 @@ def own_hashes(packed: "Iterable[Solution]") -> frozenset[str]:
 
 
 def is_peer(solution: "Solution", own: Collection[str]) -> bool:
-    """Whether the solution is someone else's, or ours on someone else's kernels: not among `own`,
-    whatever it says of its author."""
+    """True if the solution is someone else's, or ours on someone else's kernels: not among `own`,
+    whoever its author field names."""
     return solution.hash() not in own
 
 
 def split_available(
     solutions: "Sequence[Solution]", machine: Machine, own: Collection[str]
 ) -> "tuple[list[Solution], dict[str, str]]":
-    """The solutions that can run here, and for each of the others the reason.
+    """Return the solutions that can run here, and for each of the others the reason.
 
-    On the CPU our `own` run as their reference model; the others are GPU code.
+    On the CPU our `own` solutions run as their reference model. The others are GPU code.
     """
     gpu = machine.capability is not None
     return _split(solutions, lambda s: why_not(s, machine) if gpu or is_peer(s, own) else None)
@@ -153,11 +153,11 @@ def split_foreign(
     named: Collection[str],
     run_foreign: bool,
 ) -> "tuple[list[Solution], dict[str, str]]":
-    """The solutions whose code may run, and for each of the others the reason.
+    """Return the solutions whose code may run, and for each of the others the reason.
 
-    What this checkout packs may, known by its hash. To ask for a data set is not to ask for the
-    code of its solutions: these run only where their whole names are given, or all of them with
-    --run-foreign.
+    Solutions that this checkout packs, known by their hashes, may run. Asking for a data set is not
+    asking for the code of its solutions: these run only if their whole names are given, or all of
+    them with --run-foreign.
     """
     ours = {s.hash() for s in packed}
     return _split(
@@ -168,6 +168,6 @@ def split_foreign(
 def _split(
     solutions: "Sequence[Solution]", reason: "Callable[[Solution], str | None]"
 ) -> "tuple[list[Solution], dict[str, str]]":
-    """Those without a reason against them, and the reasons of the others."""
+    """Return the solutions without a `reason` against them, and the reasons of the others."""
     reasons = {s.name: why for s in solutions if (why := reason(s))}
     return [s for s in solutions if not reason(s)], reasons

@@ -1,12 +1,13 @@
-"""Digests of machine code, to tell a move of sources from a change of what runs.
+"""Digests of machine code, which tell a move of sources from a change of machine code.
 
 A digest covers the PTX of a compiled host function's kernels and the launches that it makes: grid,
 cluster, shared memory and TMA descriptors are not in PTX but in the MLIR of the host function. The
 names of entries, which follow from the Python sources, become numbers. The compiler's output
-depends on its version, so digests are compared only where the versions match.
+depends on its version, so digests are compared only if the versions match.
 
 A peer's digest covers its Triton kernels, as text without docstrings and comments. Python around
-compiled functions is not covered: the tests are. Which functions ship: `scripts.measure.shipped`.
+compiled functions is not covered: the tests cover it. `scripts.measure.shipped` lists the functions
+that ship.
 """
 
 import ast
@@ -22,9 +23,9 @@ from typing import Any
 from scripts.common.project import RESULTS_DIR
 
 FILE = "kernels.json"
-"""Digests in a record's directory, and in `results/` those of the present sources."""
+"""The file of digests in a record's directory, and in `results/` that of the present sources."""
 MEASURED = "sm_90a"
-"""The target of the GPUs that there are records of."""
+"""The target of the GPUs that have records."""
 
 
 def versions() -> dict[str, str]:
@@ -56,7 +57,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def digest(ptx: str, mlir: str) -> str:
-    """`<PTX>-<launches>`, each 16 hexadecimal digits."""
+    """Return `<PTX>-<launches>`, each 16 hexadecimal digits."""
     names = re.findall(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
     names += re.findall(r"func\.func @(cutlass[\w$]+)", mlir)
     texts = normalised_ptx(ptx, names), launches(mlir, names)
@@ -64,13 +65,13 @@ def digest(ptx: str, mlir: str) -> str:
 
 
 def normalised_ptx(ptx: str, names: list[str]) -> str:
-    """PTX without comments, version and blank lines, and with numbers for names."""
+    """Return PTX without comments, version and blank lines, and with numbers for names."""
     ptx = re.sub(r"[ \t]*//[^\n]*|^\s*\.(?:loc|file|version)\b.*", "", ptx, flags=re.M)
     return re.sub(r"\n\s*\n+", "\n", _numbered(ptx, names))
 
 
 def launches(mlir: str, names: list[str]) -> str:
-    """The host function, with its types written out, and each kernel's shared memory."""
+    """Return the host function, with its types written out, and each kernel's shared memory."""
     types = dict(re.findall(r"^(![\w$]+) = (.*)$", mlir, flags=re.M))
     # Longest first: some names begin like others.
     alias = re.compile("|".join(map(re.escape, sorted(types, key=len, reverse=True))) or "$^")
@@ -106,8 +107,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def unchanged(solution: str, was: str, sources: Iterable[str], results: Path = RESULTS_DIR) -> bool:
-    """True if a record has the digests of a solution's kernels when its sources had the hash `was`,
-    and the kernels of its present sources have the same."""
+    """True if a record has the digests of a solution's kernels for sources with the hash `was`, and
+    the kernels of its present sources have equal digests."""
     now = read(results / FILE)
 
     def kernels(content: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Packed solutions: what the generation files say, their JSON, and the directories of it.
+"""Packed solutions: the literals of the generation files, their JSON, and its directories.
 
-A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
+A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level. Its packed
 form is the closure of its relative imports and an entry file that loads them, the same bytes on
 every machine.
 """
@@ -31,7 +31,7 @@ DEFAULTS = {
     "target_hardware": [*HOPPER, *BLACKWELL],
     "dependencies": ["torch", "nvidia-cutlass-dsl>=4.6.2,<4.9", "apache-tvm-ffi"],
 }
-"""What SOLUTION need not say: that of the solutions on this project's own kernels."""
+"""Fields that SOLUTION may leave out: those of the solutions on this project's own kernels."""
 KEYS = {"name", *DEFAULTS, "routings", "clamps", "rows"}
 
 ENTRY_FILE = "main.py"
@@ -76,7 +76,8 @@ def load_package() -> str:
 
 $run
 ''')
-"""The file that a packed solution is entered by."""
+"""The entry file of a packed solution. Its text is hashed with the sources: a change changes every
+hash."""
 RUN = 'run = importlib.import_module(f"{load_package()}.$module").run'
 RUN_AT_SHAPE = """\
 PACKAGE = load_package()
@@ -92,7 +93,7 @@ class PackError(Failure):
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation file and what its literals say about it."""
+    """A generation file and its literals."""
 
     path: Path
     root: Path
@@ -106,7 +107,7 @@ class Generation:
 
 
 def read_generation(path: Path, root: Path) -> Generation | None:
-    """The generation that the file holds, or None if it has no SOLUTION. Nothing is imported."""
+    """Return the generation in the file, or None if it has no SOLUTION. Nothing is imported."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     literals = {
         ast.unparse(target): node.value
@@ -131,12 +132,12 @@ def read_generation(path: Path, root: Path) -> Generation | None:
 
 
 def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
-    """The generations under `root` for all definitions that they are packed for, those of a
-    definition in the order of the file names."""
+    """Return the generations under `root` for all definitions that they are packed for; within a
+    definition, in the order of the file names."""
     read = (read_generation(path, root) for path in sorted(root.rglob("*.py")))
-    found = [generation for generation in read if generation is not None]
+    of_all_files = [generation for generation in read if generation is not None]
     files = dict[str, str]()
-    for generation in found:
+    for generation in of_all_files:
         if generation.name in files:
             both = f"{files[generation.name]} and {generation.path.name}"
             raise PackError(f"the name {generation.name} is used by {both}")
@@ -144,19 +145,19 @@ def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
     return [
         replace(generation, definition=definition)
         for definition in TABLE
-        for generation in found
+        for generation in of_all_files
         if definition.takes(generation.metadata)
     ]
 
 
 def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[Generation]:
-    """Those of one definition."""
+    """Return the generations of one definition."""
     return [g for g in every_generation(root) if g.definition == definition]
 
 
 def entry_file(name: str, where: Path, shape: dict[str, Any] | None) -> str:
-    """The source of an entry file whose `run` is that of the module at `where` in the package that
-    lies beside it; with a `shape` the one of its layer at that shape."""
+    """Return the source of an entry file whose `run` is that of the module at `where` in the
+    package beside it; with a `shape`, the `run` of its layer at that shape."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in (shape or {}).items())
     run = string.Template(RUN_AT_SHAPE if shape else RUN)
     module = ".".join(where.with_suffix("").parts)
@@ -169,7 +170,7 @@ def entry_file(name: str, where: Path, shape: dict[str, Any] | None) -> str:
 
 
 def pack(generation: Generation) -> bytes:
-    """The bytes of the generation's Solution JSON."""
+    """Return the bytes of the generation's Solution JSON."""
     root, definition = generation.root, generation.definition
     shape = definition.packed_shape
     try:
@@ -207,10 +208,10 @@ def pack(generation: Generation) -> bytes:
     return (json.dumps(solution, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def validate(packed: bytes, of: Path = ROOT / DEFAULT.path) -> None:
+def validate(packed: bytes, definition: Path = ROOT / DEFAULT.path) -> None:
     """Load the JSON as flashinfer-bench does and build it for the definition in that file, which
     imports its entry point. It is built in a directory of its own: cleaning up the shared one could
-    pull the sources from under a benchmark that runs at the same time."""
+    remove the sources of a benchmark that runs at the same time."""
     from flashinfer_bench.compile import BuilderRegistry
     from flashinfer_bench.compile.builder import BuildError
     from flashinfer_bench.compile.builders import PythonBuilder, TritonBuilder
@@ -223,25 +224,25 @@ def validate(packed: bytes, of: Path = ROOT / DEFAULT.path) -> None:
         mock.patch.dict(os.environ, FIB_CACHE_PATH=directory),
     ):
         try:
-            registry.build(load_json_file(Definition, of), solution)
+            registry.build(load_json_file(Definition, definition), solution)
         except BuildError as error:
             raise PackError(f"{solution.name}: {error}") from error
         finally:
             registry.cleanup()
 
 
-def select(found: Sequence[Generation], names: Sequence[str]) -> list[Generation]:
-    """The named generations, by solution name or by file name; all of them if none is named."""
-    called = {g.name: {g.name, g.path.stem, g.path.name} for g in found}
+def select(candidates: Sequence[Generation], names: Sequence[str]) -> list[Generation]:
+    """Return the named generations, by solution name or by file name, or all without names."""
+    called = {g.name: {g.name, g.path.stem, g.path.name} for g in candidates}
     if unknown := set(names).difference(*called.values()):
         there_are = ", ".join(called) or "none"
         unknown_names = ", ".join(sorted(unknown))
         raise UsageError(f"no generation named {unknown_names}; there are: {there_are}")
-    return [g for g in found if not names or called[g.name] & set(names)]
+    return [g for g in candidates if not names or called[g.name] & set(names)]
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file is a solution that was packed under its name."""
+    """True if the file is a solution that was packed under its name."""
     return f"The solution {path.stem}: `run` of ".encode() in path.read_bytes()
 
 
@@ -252,16 +253,17 @@ def write_packed(
     build: bool = True,
     definition: Entry = DEFAULT,
 ) -> list[Path]:
-    """Pack the named generations (all by default) into `output`; the paths of their JSON files.
+    """Pack the named generations (all by default) into `output`. Return the paths of their JSON
+    files.
 
-    Without an output they go where flashinfer-bench looks for them. Packing all removes what was
-    packed there of generations that are no more, which flashinfer-bench would otherwise still run.
-    A file that is current is not touched, and none is removed or replaced that was not packed, but
-    for empty ones, as a crash leaves them.
+    The default output is where flashinfer-bench looks for them. Packing all removes packed files of
+    generations that no longer exist, which flashinfer-bench would otherwise still run. Up-to-date
+    files are left alone. Files that were not packed are kept, except empty ones, which a crash
+    leaves.
 
     Raises:
         PackError: a generation cannot be packed.
-        UsageError: there is no generation of a name, or another file has a solution's place.
+        UsageError: no generation has a name, or another file has a solution's path.
         OSError: the output cannot be written.
     """
     every = every_generation(root)

@@ -1,7 +1,6 @@
-"""Which of the solutions that were measured have other sources now.
+"""The measured solutions whose sources have changed since.
 
-A solution's hash is flashinfer-bench's own, over its packed sources: it is kept with every trace
-and row.
+A solution's hash is flashinfer-bench's own, over its packed sources. Every trace and row has it.
 """
 
 import functools
@@ -41,8 +40,8 @@ def current(definition: Entry = DEFAULT) -> dict[str, str]:
 
 
 def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str:
-    """Says which of our solutions have other sources now than those that were measured, and of
-    which that is not known; empty if there are none."""
+    """Return sentences that name our solutions with other sources now than were measured, and those
+    whose measured sources are not known; empty if there are none."""
     now = dict(current())
     for other in TABLE[1:]:
         if any(name.endswith(f"_{other.short}") for name in hashes):
@@ -53,15 +52,15 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
     unknown = _names(n for n, was in ours.items() if "" in was)
     others = [n for n, was in ours.items() if "" not in was and not _as_measured(n, was, now)]
     changed = _names(others)
-    said = []
+    sentences = []
     if len(others) > 1 and len(others) == len(hashes):
-        said.append(f"Since {what} the sources of all {len(others)} solutions have changed.")
+        sentences.append(f"Since {what} the sources of all {len(others)} solutions have changed.")
     elif changed:
         noun, verb = ("source", "has") if len(changed) == 1 else ("sources", "have")
-        said.append(f"Since {what} the {noun} of {_list(changed)} {verb} changed.")
+        sentences.append(f"Since {what} the {noun} of {_list(changed)} {verb} changed.")
     if unknown:
-        said.append(f"It is not known which sources of {_list(unknown)} were measured.")
-    return " ".join(said)
+        sentences.append(f"It is not known which sources of {_list(unknown)} were measured.")
+    return " ".join(sentences)
 
 
 def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> bool:
@@ -76,7 +75,7 @@ def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> boo
 
 
 def _names(solutions: Iterable[str]) -> list[str]:
-    """Of several definitions' each once: their sources are the same."""
+    """Return short names; solutions of several definitions once, as their sources are the same."""
     of_another = re.compile(f"_({'|'.join(other.short for other in TABLE[1:])})$")
     return list(dict.fromkeys(of_another.sub("", short_name(name)) for name in solutions))
 
@@ -86,6 +85,6 @@ def _list(names: list[str]) -> str:
 
 
 def changed_since(rows: "Rows", name: str) -> str:
-    """The same for a measurement: of the solutions whose sources its rows name."""
+    """Return the `remark` on a measurement: on the solutions whose sources its rows name."""
     hashes = rows.hashes(name)
     return remark({solution: {was} for solution, was in hashes.items()}, "this measurement")

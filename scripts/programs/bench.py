@@ -1,14 +1,14 @@
 """Check the solutions against the reference and rank them by speed-up.
 
 Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
-of this machine and prints the ranking. Every run keeps its traces in a directory of its own under
-traces/, with environment, settings and hashes of the solutions in run.json. Ctrl-C keeps and ranks
-what was measured; --resume goes on, on the same machine with the same settings. What cannot run
-here is left out, and the ranking says why.
+of this machine and prints the ranking. Every run has its traces in a directory of its own under
+traces/, with environment, settings and hashes of the solutions in run.json. Ctrl-C stores and ranks
+the results so far. --resume goes on, on the same machine with the same settings. Solutions that
+cannot run here are left out, and the ranking says why.
 
 Without a GPU the solutions run on the small workloads: as their reference model, and on the
-smallest by the kernels that a Hopper GPU would run, in the emulator of PTX. Their outputs are
-checked; beside that stand the recorded rankings of GPUs (results/). No time is reported.
+smallest by the kernels for a Hopper GPU, in the emulator of PTX. Their outputs are checked, and the
+recorded rankings of GPUs (results/) are shown. No time is reported.
 """
 
 import argparse
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from scripts.measure.bench import Run
 
 
-# What the contest of MLSys 2026 runs flashinfer-bench with (the starter kit's EVALUATION.md).
+# Settings of the MLSys 2026 contest's flashinfer-bench (the starter kit's EVALUATION.md).
 CONTEST = dict(rtol=0.3, atol=1.0, matched_ratio=0.9, isolated=True, timeout=300)
 
 
@@ -47,8 +47,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments, "local", "solutions", "definition", "run-foreign", "workloads", "max-tokens",
         "seed", "cpu", "against",
     )  # fmt: skip
-    said = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
-    add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=said)
+    text = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
+    add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=text)
     add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU (50)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
     add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
@@ -57,13 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
     add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
     add("--isolated", action="store_true", help="a new process for each solution and workload")
-    said = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
-    add("--contest", action="store_true", help=f"{said}, but for what is given")
-    said = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
-    add("--only-harness", action="store_true", help=said)
+    text = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
+    add("--contest", action="store_true", help=f"{text}, but for what is given")
+    text = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
+    add("--only-harness", action="store_true", help=text)
     add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
-    said = "go on with this run's directory, or with the latest run"
-    add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=said)
+    text = "go on with this run's directory, or with the latest run"
+    add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=text)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
     if arguments.parse_args().contest:
         arguments.set_defaults(**CONTEST)
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def conclude(args: argparse.Namespace, run: "Run") -> int:
-    """Rank what was measured and write the report; the exit status."""
+    """Rank the results and write the report. Return the exit status."""
     from scripts.report import report
     from scripts.table.rank_text import print_rankings, without_gpu
     from scripts.table.rankings import rankings
@@ -124,7 +124,7 @@ def conclude(args: argparse.Namespace, run: "Run") -> int:
     if not args.no_report:
         try:
             say(f"report: {report.write(run.directory)}")
-        except UsageError as error:  # it has no packages for it
+        except UsageError as error:  # packages for the report are missing
             say(str(error))
     return EXIT_FAILED if errors or any(r.failed for r in ranked) else EXIT_OK
 

@@ -1,10 +1,10 @@
 """Make the tensors of the workloads from the committed specs.
 
-    python3 run.py data                                 all those of the default definition
+    python3 run.py data                                 all workloads of the default definition
     python3 run.py data --definition NAME --specs       write spec and workload file of a definition
 
 A file of tensors that already has the content of the spec is left alone, and so is one that this
-program did not write (the captured tensors of the official data set, for instance). --specs is for
+program did not write (for instance a captured tensor of the official data set). --specs is for
 definitions whose workloads stand for no captured ones.
 """
 

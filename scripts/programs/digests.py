@@ -4,10 +4,10 @@
     python3 run.py digests --all            every definition, number of tokens and form
     python3 run.py digests --write DIR      store the digests of every kernel in a record
 
-`results/kernels.json` has the digests of the present sources; a record has those of the sources
-that were measured. Where both are equal a page does not say that sources have changed: files may
-move. Store both anew after a change of machine code, the record's from the commit that was
-measured. Needs no GPU; `--all` takes an hour on two cores.
+`results/kernels.json` has the digests of the present sources. A record has those of the measured
+sources. If both are equal, pages do not say that sources have changed, so files may move. After a
+change of machine code store both anew, the record's from the commit that was measured. Needs no
+GPU. `--all` takes an hour on two cores.
 """
 
 import os
@@ -31,14 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     stored = {} if args.write else code.read(RESULTS_DIR / code.FILE)
     if stored and stored["versions"] != code.versions():
         raise UsageError(f"stored with {stored['versions']}, here is {code.versions()}")
-    made = shipped.digests(units, os.cpu_count() or 1)
+    digests = shipped.digests(units, os.cpu_count() or 1)
     if args.write:
-        code.write(args.write / code.FILE, shipped.describe(units, made))
+        code.write(args.write / code.FILE, shipped.describe(units, digests))
         return EXIT_OK
-    changed = [name for name, now in made.items() if stored["digests"].get(name) != now]
+    changed = [name for name, now in digests.items() if stored["digests"].get(name) != now]
     for name in changed:
-        print(f"{name}: {made[name]}, stored: {stored['digests'].get(name, 'none')}")
-    print(f"{len(made)} kernels, {len(changed)} with other machine code than stored")
+        print(f"{name}: {digests[name]}, stored: {stored['digests'].get(name, 'none')}")
+    print(f"{len(digests)} kernels, {len(changed)} with other machine code than stored")
     return EXIT_FAILED if changed else EXIT_OK
 
 

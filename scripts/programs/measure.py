@@ -1,4 +1,4 @@
-"""What the benchmark's own clock does not tell: accuracy, device times, bits, where time goes.
+"""Measurements beyond the benchmark's own clock: accuracy, device times, bits, time by kernel.
 
     python3 run.py measure times --solutions 'cutedsl_*' --workloads 80
     python3 run.py measure bits
@@ -13,58 +13,50 @@
     python3 run.py measure tune_layer --definition glm5     other configs of a layer's two GEMMs
 
 times: cosine, calc_diff and matched ratios at three tolerances against the reference, then the time
-of a call on the GPU alone and by flashinfer-bench's loop. bits: whether outputs repeat, and whether
-a token's are its own whatever else is in the batch; of one workload, the largest of up to 1024
-tokens unless --workloads names one. roofline: the least time of every workload, from the weights
-that must be read and the FLOPs, at rates that are measured here. On the CPU, times (without times)
-and bits look at the reference model. With --run, these three take the solutions and workloads of
-that run of bench, as far as sources and hardware are the same as then, and add to it, as `bench`
-does after every run on a GPU.
+of a call on the GPU alone and by flashinfer-bench's loop. bits: checks that outputs repeat, and
+that a token's output does not depend on the rest of the batch. It takes one workload, by default
+the largest of up to 1024 tokens. roofline: the least time of every workload, from the weights that
+must be read and the FLOPs, at rates measured here. On the CPU, times (without times) and bits check
+the reference model. With --run, these three take the solutions and workloads of that run of bench
+whose sources and hardware are unchanged, and add to it. `bench` does so after every run on a GPU.
 
 kernels: a call of each solution is captured in a CUDA graph and replayed while torch's profiler
-(CUPTI) notes when every kernel begins and ends; with --eager, or where the host waits in a call,
-the calls themselves are traced, and gaps are then the host's, too. A gap is the time from the end
-of the kernel before; where it is negative, the kernel was launched early (programmatic dependent
-launch) and its time holds what it waited for: only the span from the first start to the last end
-adds up. Beside it stands the device time without the profiler. MB and GFLOP are what a kernel has
-to move and to compute for the routing of the workload. A workload whose weights or intermediates
-stay in the L2 cache can beat its roofline. For Nsight Compute or Systems --only-call makes one call
-between cudaProfilerStart and Stop:
+(CUPTI) notes the begin and end of every kernel. With --eager, or if the host waits in a call, the
+calls themselves are traced. Gaps then include the host's. A gap is the time from the end of the
+previous kernel. A negative gap means an early launch (programmatic dependent launch), and the
+kernel's time includes its wait: only the span from the first start to the last end adds up. The
+device time without the profiler is shown beside it. MB and GFLOP are the data that a kernel has to
+move and the work that it has to compute for the routing of the workload. A workload whose weights
+or intermediates stay in the L2 cache can beat its roofline. For Nsight Compute or Systems
+--only-call makes one call between cudaProfilerStart and Stop:
 
     ncu --profile-from-start off --target-processes all --metrics dram__bytes_read.sum,... \\
         python3 run.py measure kernels --workloads 80 --only-call
 
-stages: routing, GEMM1, SwiGLU + requantisation, GEMM2 and combine of every solution that marks
-them, by CUDA events; gemm1 and gemm2 include the padding before and the unpadding after the kernel.
-Where the GPU waits for the host, that wait counts. End to end is measured by calls of their own.
-Routing is that of the workload with this token count, if there is one, else drawn as that of the
-nearest is.
+sweep: the times of whole calls against the roofline, by default of fused, fused_hifi, flat and
+three peers. A wrong output has no time. With --as engines tokens are bfloat16, and experts are
+chosen and tokens quantised within the call: `moe_fp8.experts` in all its forms, the functions of
+vLLM and SGLang if these are installed, and the peers. dsv3_tp8_shared, which is in no data set, is
+DeepSeek-V3 TP8 with the shared expert fused, and has `moe_fp8.experts` besides its solutions.
 
-sweep: the times of whole calls, beside the roofline; an output that is wrong has no time. Of fused,
-fused_hifi, flat and three peers unless --solutions names others. With --as engines tokens are
-bfloat16, and experts are chosen and tokens quantised within the call: `moe_fp8.experts` in all its
-forms, what vLLM and SGLang have in its place where they are installed, and the peers.
-dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared expert fused, and has
-`moe_fp8.experts` beside its solutions.
-
-gemm: the grouped FP8 GEMM alone beside DeepGEMM, sgl_kernel and Triton: CUDA graphs of eight
+gemm: the grouped FP8 GEMM alone against DeepGEMM, sgl_kernel and Triton: CUDA graphs of eight
 launches that rotate over copies of the operands (together at least four times the L2 cache). With
---layers our kernel has the configs that flat and v3 launch on these workloads; beside flat stand
-the configs next to its own, and "best known" is the fastest of the three. Elsewhere the config is
-what the heuristic gives who knows the rows, and every expert's rows are padded to the same number.
+--layers our kernel has the configs that flat and v3 launch on these workloads. flat is also timed
+with the neighbouring configs: "best known" is the fastest of the three. Otherwise the config is the
+heuristic's for known rows, and every expert's rows are padded to the same number.
 
 batched: `moe_fp8.batched_experts` with 8 to 64 experts of DeepSeek-V3 and Kimi-K2 and 1 to 256
-tokens each (--rows), or with --uneven on average, so that the fullest has about twice as many,
-beside DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel for SwiGLU and quantising
-between them; an output that is wrong has no time.
+tokens each (--rows), or with --uneven on average, so that the fullest has about twice as many. The
+peers are DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel for SwiGLU and
+quantisation between them. A wrong output has no time.
 
-tune_layer: which configs are fastest on this GPU, and where what ships is not: the shipped pair
-against those a step away on the heuristic's ladder, device time of the whole layer. All must give
-the shipped pair's bits. Exit status 1 where what ships loses more than --max-loss percent, or did
-not run.
+tune_layer: the fastest configs on this GPU, and the loss of the shipped ones: the shipped pair
+against pairs a step away on the heuristic's ladder, by device time of the whole layer. All must
+give the shipped pair's bits. Exit status 1 if the shipped pair loses more than --max-loss percent,
+or did not run.
 
-Everywhere the L2 cache is overwritten before a call, what is compared takes turns, and medians are
-reported. --out appends every figure to a file, a row each, as it comes.
+The L2 cache is overwritten before every call, compared calls take turns, and medians are reported.
+--out appends every figure to a file, a row each, as it comes.
 """
 
 import argparse
@@ -111,7 +103,7 @@ OF_A_RUN = ("times", "bits", "roofline")
 TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
 REPEATS = {"tune_layer": 10}
 TUNED_TOKENS = (1, 80, 320, 901, 2048, 4096, 14107)
-"""Every pair that a heuristic picks for the default layer it picks for one of these."""
+"""The heuristic's pairs at these tokens are all that it picks for the default layer."""
 OPTIONS = {
     "definition": ("times", "bits", "roofline", "kernels", "sweep", "tune_layer"),
     "run": OF_A_RUN,
@@ -130,9 +122,9 @@ OPTIONS = {
     "accurate": ("tune_layer",),
     "max_loss": ("tune_layer",),
 }
-"""What has an option that not all have."""
+"""The measurements that take an option, for options that not all take."""
 LACKS = {"bits": "repeats", "batched": "local"}
-"""The option that it alone has not."""
+"""The one option that a measurement does not take."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -146,10 +138,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--run", type=Path, metavar="DIR", help="times, bits, roofline: add to this run of bench")
     add("--out", type=Path, metavar="FILE", help="append all figures there")
     add("--repeats", type=whole(1), help="timed calls of each kind (20; tune_layer 10)")
-    said = "sweep (1 2 4 ... 16384), gemm --layers, tune_layer (1 ... 14107)"
-    add("--tokens", nargs="+", type=whole(1), metavar="T", help=said)
-    said = "sweep: what is called, the definition's solutions or what engines call"
-    add("--as", dest="form", choices=("definition", "engines"), help=said)
+    text = "sweep (1 2 4 ... 16384), gemm --layers, tune_layer (1 ... 14107)"
+    add("--tokens", nargs="+", type=whole(1), metavar="T", help=text)
+    text = "sweep: what is called, the definition's solutions or what engines call"
+    add("--as", dest="form", choices=("definition", "engines"), help=text)
     add("--eager", action="store_true", help="kernels: trace the calls, not replays of a graph")
     add("--only-call", action="store_true", help="kernels: one call for ncu or nsys, no figures")
     grid = arguments.add_mutually_exclusive_group()
@@ -160,10 +152,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--accurate", action="store_true", help="tune_layer: two FP8 terms, as in hifi")
     add("--max-loss", type=positive, metavar="PERCENT", help="tune_layer: what may be lost (2)")
     args = arguments.parse_args()
-    for option, whats in OPTIONS.items():
-        if getattr(args, option) and args.what not in whats:
+    for option, measures in OPTIONS.items():
+        if getattr(args, option) and args.what not in measures:
             name = "as" if option == "form" else option.replace("_", "-")
-            raise UsageError(f"--{name}: only with {', '.join(whats)}")
+            raise UsageError(f"--{name}: only with {', '.join(measures)}")
     lacking = LACKS.get(args.what)
     if lacking and getattr(args, lacking) != arguments.get_default(lacking):
         raise UsageError(f"--{lacking}: not with {args.what}")
@@ -179,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
         of_run = schemas.read(info, schemas.RunInfo).get("definition", DEFAULT.name)
         args.definition = [find_any(of_run)]
     args.definition = args.definition or [DEFAULT]
-    layers = all(isinstance(of, MoeDefinition) for of in args.definition)
+    layers = all(isinstance(definition, MoeDefinition) for definition in args.definition)
     if not layers and args.what != "times":
         raise UsageError(f"{args.what}: only of a layer, not of a GEMM's definition")
     args.tokens = list(dict.fromkeys(args.tokens or ())) or None  # each once
@@ -203,12 +195,12 @@ def writer(args: argparse.Namespace, name: str, method: str, **more: Any) -> "Wr
 
     from scripts.data.rows import Writer
 
-    of = {"repeats": args.repeats, "seed": args.seed, **more}
-    return Writer(name, hardware_from_device(args.device), method, args.path, **of)
+    settings = {"repeats": args.repeats, "seed": args.seed, **more}
+    return Writer(name, hardware_from_device(args.device), method, args.path, **settings)
 
 
 def planned(args: argparse.Namespace, **options: Any) -> "Plan":
-    """What is measured on workloads."""
+    """Return the plan of a measurement on workloads."""
     from scripts.measure import plan
 
     chosen = {"solutions": args.solutions, "run": args.run, "definition": args.definition[0]}
@@ -223,7 +215,7 @@ def planned(args: argparse.Namespace, **options: Any) -> "Plan":
 
 
 Shown = Iterator["Writer | tuple[str, Table]"]
-"""The measurement under way, as soon as it has begun, then tables and their titles."""
+"""The measurement, as soon as it has begun, then titles and their tables."""
 
 
 def times(args: argparse.Namespace) -> Shown:
@@ -301,8 +293,8 @@ def kernels(args: argparse.Namespace) -> Shown:
                 if into is None:
                     kernels.one_call(call)
                     continue
-                of = (h, layer, rates, least_us, args.repeats, args.eager)
-                kernels.measure(into, case, s.name, call, *of, hash=s.hash())
+                arguments = (h, layer, rates, least_us, args.repeats, args.eager)
+                kernels.measure(into, case, s.name, call, *arguments, hash=s.hash())
                 title = f"{s.name}, T={h.tokens}: {counts}"
                 yield title, pivots.kernels_table(into.result, s.name, h.uuid)
 
@@ -313,7 +305,7 @@ def sweep(args: argparse.Namespace) -> Shown:
     from scripts.table import pivots
 
     engines, layers = args.form == "engines", args.definition
-    if engines and any(of.routing == RENORMALIZE or of.swiglu_limit is not None for of in layers):
+    if engines and any(d.routing == RENORMALIZE or d.swiglu_limit is not None for d in layers):
         raise UsageError("--as engines: not of a layer that clamps or routes by renormalisation")
     wanted = args.solutions or ([FUSED, *calls.PEERS] if engines else calls.SOLUTIONS)
     name = "sweep_engines" if engines else "sweep" if len(layers) == 1 else "models"
@@ -334,7 +326,7 @@ def sweep(args: argparse.Namespace) -> Shown:
             calls.measure(into, layer, problems, called, length, rates, args.repeats)
         for subject, why in called.skipped.items():
             into.add({}, subject, not_tried=why)
-        del problems, called  # with the layer's weights
+        del problems, called  # frees the layer's weights
     shown = pivots.sweep_table(into.result, name)
     for table in (shown, pivots.failed_table(pivots.called(into.result, name))):
         yield table.title, table
@@ -394,7 +386,8 @@ def tune_layer(args: argparse.Namespace) -> Shown:
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace], Shown]] = {
-    of.__name__: of for of in (times, bits, roofline, kernels, sweep, gemm, batched, tune_layer)
+    measure.__name__: measure
+    for measure in (times, bits, roofline, kernels, sweep, gemm, batched, tune_layer)
 }
 
 
@@ -432,7 +425,7 @@ def main() -> int:
 
 
 def where(row: dict[str, Any]) -> str:
-    """Of which case a row is, as far as a line of an error says it."""
+    """Return the case of a row for an error's line."""
     if row.get("tokens") is not None:
         return f" at T={row['tokens']}"
     if "n" in row:
@@ -441,7 +434,7 @@ def where(row: dict[str, Any]) -> str:
 
 
 def why_failed(row: dict[str, Any]) -> str:
-    """Empty where it did not."""
+    """Return the reason why a row failed; empty if it did not."""
     if changed := row.get("inputs_changed"):
         return f"changes its inputs: {', '.join(changed)}"
     return row.get("error") or ("not finite" if row.get("output") == "not finite" else "")

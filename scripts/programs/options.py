@@ -1,4 +1,4 @@
-"""Options that several programs have, spelled and explained in one way."""
+"""Options that several programs share."""
 
 import argparse
 from pathlib import Path
@@ -46,6 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_options(arguments: argparse.ArgumentParser, *names: str, **changed: Any) -> None:
-    """Options by name; `changed` has what one of them is in this program alone."""
+    """Add options by name. `changed` has an option's changes for one program."""
     for name in names:
         arguments.add_argument(f"--{name}", **(OPTIONS[name] | changed.get(name, {})))

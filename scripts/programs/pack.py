@@ -1,9 +1,9 @@
 """Pack each generation into one self-contained flashinfer-bench Solution JSON.
 
-A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level; its packed
+A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level. Its packed
 form is solutions/<author>/<op_type>/<definition>/<name>.json: the closure of its relative imports
-and an entry file that loads them, the same bytes on every machine. Where SOLUTION names "routings"
-or "rows", it is packed for further definitions, too: docs/adding-a-solution.md.
+and an entry file that loads them, the same bytes on every machine. A SOLUTION with "routings" or
+"rows" is packed for further definitions, too: docs/adding-a-solution.md.
 """
 
 from pathlib import Path

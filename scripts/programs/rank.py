@@ -1,12 +1,12 @@
 """Rank solutions by the traces of benchmark runs, ours or anyone's.
 
-Reads flashinfer-bench trace files (JSON lines) or directories of them. There is one ranking a
-machine, timing method and tolerance. Of a solution that was measured with several sources the last
-one counts, and of a pair of solution and workload that was measured several times the latest
-result; what is left out for that is said.
+Reads flashinfer-bench trace files (JSON lines) or directories of them. There is one ranking for
+each machine, timing method and tolerance. If a solution was measured with several sources, the last
+one counts. If a pair of solution and workload was measured several times, the latest result counts.
+A remark says what is left out.
 
-What run.json beside the traces says is used too: who wrote a solution (ours or a peer), and which
-solutions could not run there and why.
+run.json beside the traces is used too: it says which solutions are ours and which a peer's, and
+which could not run there and why.
 """
 
 from pathlib import Path
@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
     paths = args.paths or [TRACES_DIR]
     if not args.paths and not any(TRACES_DIR.rglob("*.jsonl")):
-        said = f"run.py bench makes one; run.py rank {RESULTS_DIR} ranks what is recorded"
-        raise UsageError(f"no run in {TRACES_DIR}: {said}")
+        hint = f"run.py bench makes one; run.py rank {RESULTS_DIR} ranks what is recorded"
+        raise UsageError(f"no run in {TRACES_DIR}: {hint}")
     results = read_results(paths, args.definition)
     ranked = rankings(results, args.solutions, args.hardware, args.against, args.peers, by=args.by)
     if not ranked:

@@ -20,12 +20,16 @@ def main(argv: list[str] | None = None) -> int:
 
     from scripts.report import generated
 
-    found = generated.read_pages(args.record)
+    passages = generated.read_pages(args.record)
     problems: list[str] = []
     if args.check:
-        problems = [line for page, text, of in found for line in generated.stale(text, of, page)]
+        problems = [
+            line
+            for page, text, recorded in passages
+            for line in generated.stale(text, recorded, page)
+        ]
     else:
-        list(map(print, generated.write(found)))
+        list(map(print, generated.write(passages)))
     list(map(print, problems))
     return EXIT_FAILED if problems else EXIT_OK
 

@@ -2,16 +2,15 @@
 
     python3 run.py record
 
-For any GPU that there are kernels for, above all one that nobody has measured here yet. Runs the
-project's own programs one after the other. The GPU tests, which run every config against the model,
-come first: where they fail, nothing is timed. Of the others a step that fails or takes too long is
-noted, and the next one begins. Everything goes into one directory, laid out as those in results/,
-and into an archive beside it: that file is all there is to send back. It holds the GPU's and the
-packages' versions and the steps' output, which stands in logs/ while they run; no variables of the
-environment.
+For any GPU that has kernels here, above all one that nobody has measured yet. Runs the project's
+own programs one after the other. The GPU tests come first, which run every config against the
+model. If they fail, nothing is timed. A later step that fails or takes too long is noted, and the
+next one begins. Everything goes into one directory, laid out like those in results/, and into an
+archive beside it. Only the archive has to be sent back. It has the GPU's and the packages' versions
+and the steps' output, which is in logs/ while they run, and no variables of the environment.
 
-Takes more than an hour. Ctrl-C, or SIGTERM at a job's limit, ends the step under way and packs what
-there is.
+Takes more than an hour. Ctrl-C, or SIGTERM at a job's limit, ends the current step and packs the
+results so far.
 """
 
 import contextlib
@@ -54,14 +53,14 @@ STEPS = (
     ("tune_layer", "measure tune_layer --out DIR/rows.jsonl", False),
     ("report", "report DIR", False),
 )
-"""Name, arguments of run.py, and whether it is a gate. DIR is the record's directory."""
+"""Name, arguments of run.py, and true if the step is a gate. DIR is the record's directory."""
 PATIENCE_S = 20.0
-"""How long a step that is to end may take for it: from SIGTERM to SIGKILL Slurm gives a job 30 s,
-in which the archive must be packed, too."""
+"""Seconds that a step may take to end. Slurm gives a job 30 s from SIGTERM to SIGKILL, in which the
+archive must be packed, too."""
 
 
 class Step(NamedTuple):
-    """`gate`: the steps behind it would time what is wrong where it fails."""
+    """A program of the record. If a `gate` fails, the next steps would time a wrong result."""
 
     name: str
     command: list[str]
@@ -69,7 +68,7 @@ class Step(NamedTuple):
 
 
 def steps(directory: Path) -> list[Step]:
-    """All of them, in the environment that each needs."""
+    """Return the steps as commands."""
     start = [sys.executable, str(ROOT / "run.py")]
     return [
         Step(name, [*start, *(w.replace("DIR", str(directory)) for w in text.split())], gate)
@@ -78,11 +77,11 @@ def steps(directory: Path) -> list[Step]:
 
 
 def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:
-    """The exit status of a step, or what ended it; the log gets what it prints. Raises
-    KeyboardInterrupt: after the step was ended."""
+    """Run a step, with its output in the log. Return its exit status, or the reason of its end.
+    Raises KeyboardInterrupt: after the step was ended."""
     with log.open("w") as out:
         print("$", *command, file=out, flush=True)
-        # In a session of its own: Ctrl-C is for this program, which ends it with all it started.
+        # In a session of its own: Ctrl-C must reach only this program, which ends the step.
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -95,9 +94,9 @@ def run_step(command: Sequence[str], log: Path, limit_s: float) -> int | str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process and all that it started; the GPU's memory must be free for the next step."""
+    """End a process and all its children. The GPU's memory must be free for the next step."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)  # programs keep what they have measured
+        os.killpg(process.pid, signal.SIGINT)  # programs store their results
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -106,7 +105,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def collect(directory: Path) -> None:
-    """Move the files of the run that `bench` made up into the record."""
+    """Move the files of `bench`'s run up into the record."""
     for path in sorted((directory / "bench").glob("*/[!.]*")):
         if path.is_file() and not (directory / path.name).exists():
             path.rename(directory / path.name)
@@ -114,10 +113,10 @@ def collect(directory: Path) -> None:
 
 def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: Any) -> int:
     """Run the steps, each for at most `limit_s` seconds, until a gate fails, and pack the
-    directory; the exit status.
+    directory. Return the exit status.
 
-    steps.json says of every step its command, status and seconds, and is written after each, with
-    `header`.
+    steps.json has every step's command, status and seconds, and `header`. It is written after each
+    step.
     """
     (directory / "logs").mkdir(exist_ok=True)
     done: list[dict[str, Any]] = []
@@ -140,8 +139,8 @@ def record(chosen: Sequence[Step], directory: Path, limit_s: float, **header: An
         if interrupted:
             break
         if status != 0 and step.gate and (left := [s.name for s in chosen[number:]]):
-            said = f"nothing else is run; to time all the same: --only {' '.join(left)}"
-            say(f"{step.name} has not passed: {said}")
+            text = f"nothing else is run; to time all the same: --only {' '.join(left)}"
+            say(f"{step.name} has not passed: {text}")
             break
     archive = shutil.make_archive(str(directory), "gztar", directory.parent, directory.name)
     failed = [f"{s['name']} ({s['status']})" for s in done if s["status"] != 0]
@@ -156,7 +155,7 @@ def main() -> int:
     add = arguments.add_argument
     add("--only", nargs="+", choices=[name for name, *_ in STEPS], help="these steps (all)")
     add("--limit", type=positive, default=120, metavar="MINUTES", help="of a step (120)")
-    # Not among the runs: the latest of those is what `report` and `bench --resume` take.
+    # Not among the runs: `report` and `bench --resume` take the latest of those.
     place = TRACES_DIR / "records"
     add("--out", type=Path, default=place, metavar="DIR", help="where it is made (traces/records)")
     args = arguments.parse_args()

@@ -78,7 +78,7 @@ def arguments(argv: Sequence[str] | None = None):
 
 
 def setups(args) -> list[Setup]:
-    """A backend each. Raises UsageError."""
+    """Return the settings of each backend. Raises UsageError."""
     if importlib.util.find_spec(args.engine) is None:
         raise UsageError(
             f"{args.engine} is not installed for {sys.executable}: in the environment that has it "
@@ -129,10 +129,10 @@ def main() -> int:
     try:
         for row in first_starts(wanted[0], logs):
             into.add(row, row["subject"])
-        for group in steps(groups, lambda of: ", ".join(setup.backend for setup in of)):
+        for group in steps(groups, lambda group: ", ".join(setup.backend for setup in group)):
             for row in measure(group, plan, logs, answers):
                 into.add(row, row["subject"])
-    finally:  # what there is, too, where a backend fails or Ctrl-C ends it
+    finally:  # also if a backend fails or Ctrl-C ends the program
         if rows := into.rows:
             for table in (*timed_tables(rows), checks_table(rows)):
                 print(f"\n{table.title}\n\n{table.text()}")

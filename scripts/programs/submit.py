@@ -4,10 +4,10 @@
     apply       a data set for flashinfer_bench.apply: one solution, or the fastest of each T
     flashinfer  a folder for FlashInfer's Trace Apply: a solution in place of FlashInfer's function
 
-A solution is exported only where traces (--results: records, runs, data sets) back it: passed on
-every workload of the data set, on the GPU that is named, measured with the sources that are
-exported. Otherwise it is refused, and the workloads that lack are listed. For `apply` any workloads
-will do, and of several solutions, or without a name of all that have some, the fastest is taken.
+A solution is exported only if traces (--results: records, runs, data sets) back it: it must have
+passed on every workload of the data set, on the named GPU, with the exported sources. Otherwise it
+is refused, and the workloads without such a trace are listed. For `apply` any workloads will do. Of
+several solutions the fastest is taken, and without a name the fastest of all that have traces.
 """
 
 import re
@@ -37,30 +37,30 @@ def main(argv: list[str] | None = None) -> int:
         add("solutions", nargs=form.several or 1, metavar="SOLUTION", help=which)
         add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
         add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
-        said = "trace files, runs, records or data sets; this repository's traces/"
-        add("--results", nargs="+", type=Path, default=[TRACES_DIR], metavar="PATH", help=said)
-        said = "submit under this name instead of the solution's"
-        add("--author", type=AUTHOR, metavar="NAME", help=said)
-        said = "the data set whose workloads must have passed; this repository"
-        add("--local", type=Path, default=ROOT, metavar="PATH", help=said)
-        said = "take traces that were measured with other sources than are exported"
-        add("--other-sources", action="store_true", help=said)
+        text = "trace files, runs, records or data sets; this repository's traces/"
+        add("--results", nargs="+", type=Path, default=[TRACES_DIR], metavar="PATH", help=text)
+        text = "submit under this name instead of the solution's"
+        add("--author", type=AUTHOR, metavar="NAME", help=text)
+        text = "the data set whose workloads must have passed; this repository"
+        add("--local", type=Path, default=ROOT, metavar="PATH", help=text)
+        text = "take traces that were measured with other sources than are exported"
+        add("--other-sources", action="store_true", help=text)
         if name == APPLY:
             add("--mix", action="store_true", help="for each T the fastest; bits depend on T then")
         if name == FLASHINFER:
             add_options(options, "definition")
     arguments.set_defaults(definition=DEFAULT)
     args = arguments.parse_args(argv)
-    of = args.definition
-    data_set = load(args.local, of)[0]
-    workloads = data_set.workloads[of.name]
+    definition = args.definition
+    data_set = load(args.local, definition)[0]
+    workloads = data_set.workloads[definition.name]
     if not workloads:
-        raise UsageError(f"{args.local} has no workloads of {of.name}")
+        raise UsageError(f"{args.local} has no workloads of {definition.name}")
     exports = collect(
         args.solutions,
         args.author,
         args.results,
-        definition=of,
+        definition=definition,
         workloads=workloads,
         gpu=args.gpu,
         other_sources=args.other_sources,
@@ -69,7 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     if args.form == APPLY and not args.mix:
         exports = one_for_all(exports)
-    for name in write(FORMS[args.form], args.output, exports, data_set.definitions[of.name]):
+    for name in write(
+        FORMS[args.form], args.output, exports, data_set.definitions[definition.name]
+    ):
         print(args.output / name)
     return EXIT_OK
 

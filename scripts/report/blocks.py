@@ -1,5 +1,5 @@
-"""What the generated blocks of README and docs show of a record: `BLOCKS`, by their names in the
-pages. Each is a section as the report has them: a heading, sentences, pictures and tables."""
+"""The generated blocks of README and docs: `BLOCKS`, by their names in the pages. Each block is a
+section like the report's: a heading, sentences, pictures and tables."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -32,12 +32,12 @@ NOTHING = Section()
 
 
 def relative(recorded: Recorded) -> str:
-    """Where the record lies, from the root."""
+    """Return the path of the record from the root."""
     return Path(os.path.relpath(recorded.directory, ROOT)).as_posix()
 
 
 def of_rows(recorded: Recorded, name: str) -> str:
-    """Where a measurement lies."""
+    """Return the place of a measurement, as pages name it."""
     return f"(`{relative(recorded)}/{FILE}`, `{name}`)"
 
 
@@ -46,8 +46,8 @@ def of_rows(recorded: Recorded, name: str) -> str:
 
 def short_ranking(recorded: Recorded) -> Section:
     main, limits = recorded.main, recorded.limits(recorded.main)
-    said = f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads"
-    text = f"{markdown(said)} (`{relative(recorded)}/`). {markdown(say_clocks(main))}"
+    machine = f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads"
+    text = f"{markdown(machine)} (`{relative(recorded)}/`). {markdown(say_clocks(main))}"
     if not limits.empty:
         text += (
             " TB/s: weight bytes, memory-bound workloads. TFLOP/s: the others. of the limit: mean "
@@ -59,14 +59,14 @@ def short_ranking(recorded: Recorded) -> Section:
 
 def ranking(recorded: Recorded) -> Section:
     main = recorded.main
-    title, *said = map(markdown, [*headline(main), notes(main)])
-    text = f"{recorded.day}, {title} (`{relative(recorded)}/`). {' '.join(said)}"
+    title, *remarks = map(markdown, [*headline(main), notes(main)])
+    text = f"{recorded.day}, {title} (`{relative(recorded)}/`). {' '.join(remarks)}"
     table = replace(tables.summary_table(main), title="")
     return Section(text=[text, remark(main.hashes)], parts=[table])
 
 
 def ladder(recorded: Recorded) -> Section:
-    """Our generations, one below the other, at a few numbers of tokens, by the device's clock."""
+    """Return our generations, one below the other, at a few numbers of tokens, by device time."""
     ms = recorded.main.results.pivot_table("device", "solution", "tokens")
     ms = ms.reindex(index=[PREFIX + name for name in GENERATIONS], columns=LADDER_TOKENS)
     faster = ms.ffill().shift() / ms
@@ -87,7 +87,7 @@ def latency(recorded: Recorded) -> Section:
 
 
 def latency_plot(recorded: Recorded, nearest: bool = False) -> Section:
-    """By the harness's clock, or by the one that is nearest to the kernels."""
+    """Return the plot by the harness's clock, or by the clock nearest to the kernels."""
     main = recorded.main
     clock = main.clocks[-1] if nearest else "harness"
     name = "latency.png" if clock == "harness" else f"latency_{clock}.png"
@@ -97,7 +97,7 @@ def latency_plot(recorded: Recorded, nearest: bool = False) -> Section:
 
 
 def accuracy(recorded: Recorded) -> Section:
-    """One line for the solutions that share the figures, which bitwise equal outputs do."""
+    """Return a line for each group of solutions with equal figures, such as bitwise equal ones."""
     groups: dict[tuple[str, str], list[str]] = {}
     for s in recorded.main.summary.dropna(subset=["matched_ratio", "cosine"]).itertuples():
         key = (f"{100 * s.matched_ratio:.1f} %", f"{s.cosine:.5f}")
@@ -111,7 +111,7 @@ def accuracy(recorded: Recorded) -> Section:
 
 
 def invariance(recorded: Recorded) -> Section:
-    """Which solutions repeat their bits, check by check."""
+    """Return the solutions that repeat their bits, check by check."""
     main, checks = recorded.main, tables.checks_table(recorded.main)
     where = f"{markdown(main.hardware)}, {recorded.day} (`{relative(recorded)}/`)"
     if BITS not in recorded.rows or not checks:
@@ -131,8 +131,8 @@ def invariance(recorded: Recorded) -> Section:
 
 
 def _gemm(recorded: Recorded, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A measurement of the GEMMs, and of its rows those that it is about, as far as a peer was
-    timed beside them."""
+    """Return a measurement of the GEMMs, and its rows of our first subject that have a peer's time
+    beside them."""
     if name not in recorded.rows:
         raise UsageError(f"{recorded.directory} has no measurement {name}")
     f = pivots.gemm_frame(recorded.rows, name)
@@ -143,7 +143,7 @@ def _gemm(recorded: Recorded, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def gemm_layers(recorded: Recorded) -> Section:
-    """What our GEMMs reach on the workloads' rows, in a sentence."""
+    """Return a sentence on the rates of our GEMMs on the workloads' rows."""
     every, ours = _gemm(recorded, "gemm_layers")
     ratios, rates = ours.vs_best_peer, recorded.rows.measurements["gemm_layers"]["rates"]
     first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
@@ -190,18 +190,18 @@ def gemm_plot(recorded: Recorded) -> Section:
 
 
 def measured(recorded: Recorded, name: str, text: str) -> str:
-    """What a sweep was measured on, where it lies and what it lacks."""
+    """Return the machine and day of a sweep, its place, and the subjects that it lacks."""
     rows = recorded.rows
-    of = rows.measurements[name]
-    where = markdown(f"{of['hardware']}, {of['environment']['time'][:10]}")
+    measurement = rows.measurements[name]
+    where = markdown(f"{measurement['hardware']}, {measurement['environment']['time'][:10]}")
     left = {r["subject"]: r["not_tried"] for r in rows.rows_of(name) if "not_tried" in r}
     text += f" Not run: {say_skipped(left)}." if left else ""
     return f"{where} {of_rows(recorded, name)}. {markdown(text)} {changed_since(rows, name)}"
 
 
 class Sweep(NamedTuple):
-    """A block of a sweep: `every` so many numbers of tokens have a line; with `forms` a sentence
-    says what those of `experts` cost."""
+    """A block of a sweep. It shows each `every`-th number of tokens. With `forms`, a sentence has
+    the cost of the forms of `experts`."""
 
     title: str
     text: str
@@ -227,34 +227,34 @@ SWEEPS = {
 def sweep(name: str, recorded: Recorded) -> Section:
     if name not in recorded.rows:
         return NOTHING
-    of, called = SWEEPS[name], pivots.called(recorded.rows, name)
+    block, called = SWEEPS[name], pivots.called(recorded.rows, name)
     times, failed = pivots.sweep_table(recorded.rows, name), pivots.failed_table(called)
-    costs, text = form_costs(called) if of.forms else pd.DataFrame(), of.text
+    costs, text = form_costs(called) if block.forms else pd.DataFrame(), block.text
     if not costs.empty:
-        said = ", ".join(f"{n} {c.min():.2f} to {c.max():.2f}" for n, c in costs.items())
-        text += f" Device time over that of {FORM} bf16: {said}."
+        costs_text = ", ".join(f"{n} {c.min():.2f} to {c.max():.2f}" for n, c in costs.items())
+        text += f" Device time over that of {FORM} bf16: {costs_text}."
     text += f" {recorded.rows.measurements[name]['method']}."
     what = "Device time over the number of tokens, and the roofline"
     figure = partial(plots.sweep_figure, recorded.rows, name)
     picture = Picture(figure, name=f"{name}.png", what=what)
     left_out = ["pairs", "active", "roofline / best", *costs]
-    shown = replace(times, frame=times.frame.drop(columns=left_out)[:: of.every])
+    shown = replace(times, frame=times.frame.drop(columns=left_out)[:: block.every])
     parts: list[Part] = [picture, shown]
     if failed:
         why = [f"{r.call} at T={r.T} ({r.error})" for r in failed.frame.itertuples()]
         parts.append(f"Failed: {', '.join(map(markdown, why))}.")
-    return Section("", of.title, [measured(recorded, name, text)], parts)
+    return Section("", block.title, [measured(recorded, name, text)], parts)
 
 
 def form_costs(f: pd.DataFrame) -> pd.DataFrame:
-    """Of each form of `experts` with FP8 tokens its device times over those with bfloat16."""
+    """Return the device times of `experts` with FP8 tokens over those with bfloat16, by form."""
     ms = pivots.wide(f, pivots.SWEEP)
     forms = [name for name in ms if name.startswith(f"{FORM} fp8")]
     return ms[forms].div(ms[f"{FORM} bf16"], axis=0)
 
 
 def models(recorded: Recorded) -> Section:
-    """Several layers of one sweep, or nothing where the record has none."""
+    """Return several layers of one sweep, or nothing if the record has none."""
     if "models" not in recorded.rows:
         return NOTHING
     table = pivots.models_summary(recorded.rows, "models")
@@ -263,16 +263,14 @@ def models(recorded: Recorded) -> Section:
 
 
 def served(recorded: Recorded, only_gains: bool = False) -> Section:
-    """Whole models in an engine, or nothing where the record has none."""
+    """Return whole models in an engine, or nothing if the record has none."""
     if SERVED not in recorded.rows:
         return NOTHING
-    of, rows = recorded.rows.measurements[SERVED], recorded.rows.rows_of(SERVED)
+    head, rows = recorded.rows.measurements[SERVED], recorded.rows.rows_of(SERVED)
     engines = {f"{row['engine']} {row['engine_version']}" for row in rows}
-    when = of["environment"]["time"][:10]
-    said = f"{of['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
-    text = (
-        f"{markdown(said)} (`{relative(recorded)}/{FILE}`, `{SERVED}`): {markdown(of['method'])}."
-    )
+    when = head["environment"]["time"][:10]
+    machine = f"{head['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
+    text = f"{markdown(machine)} {of_rows(recorded, SERVED)}: {markdown(head['method'])}."
     if only_gains:
         return Section(text=[text], parts=[gains_table(rows)])
     note = (
@@ -283,8 +281,8 @@ def served(recorded: Recorded, only_gains: bool = False) -> Section:
 
 
 BLOCKS: Mapping[str, Callable[[Recorded], Section]] = {
-    of.__name__: of
-    for of in (short_ranking, ranking, ladder, latency, latency_plot, accuracy, invariance)
+    block.__name__: block
+    for block in (short_ranking, ranking, ladder, latency, latency_plot, accuracy, invariance)
 } | {
     "first_plot": partial(latency_plot, nearest=True),
     "gemm_layers": gemm_layers,

@@ -1,8 +1,8 @@
 """The pages with generated blocks: README.md and those of docs/ in `PAGES`.
 
-`<!-- record: DIRECTORY -->` names the record of what follows it in a page; what stands between
-`<!-- generated: NAME -->` and `<!-- /generated -->` is what `blocks` makes of it. Pictures go to
-docs/pictures and carry a hash of the record's data, by which a check knows them.
+`<!-- record: DIRECTORY -->` in a page names the record of the following text. `blocks` makes the
+text between `<!-- generated: NAME -->` and `<!-- /generated -->`. Pictures go to docs/pictures and
+carry a hash of the record's data, which a check compares.
 """
 
 import functools
@@ -41,16 +41,16 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def table(made: Table) -> str:
-    """What is marked as the best in bold, the title above."""
-    bold = made.frame.replace(r"([\d.]+)\*", r"**\1**", regex=True)
-    title = made.title.replace("* the fastest", "the fastest in bold")
-    shown = replace(made, frame=bold).markdown()
+def table(content: Table) -> str:
+    """Return a table with the best values in bold, and the title above."""
+    bold = content.frame.replace(r"([\d.]+)\*", r"**\1**", regex=True)
+    title = content.title.replace("* the fastest", "the fastest in bold")
+    shown = replace(content, frame=bold).markdown()
     return f"{paragraph(title)}:\n\n{shown}" if title else shown
 
 
 def pictures_of(recorded: Recorded) -> Path:
-    """The folder of a record's pictures: in docs/, since results/ holds data alone."""
+    """Return the folder of a record's pictures: in docs/, since results/ has data only."""
     directory = recorded.directory.resolve()
     if not directory.is_relative_to(RESULTS_DIR):
         return directory
@@ -58,7 +58,7 @@ def pictures_of(recorded: Recorded) -> Path:
 
 
 def block(name: str, recorded: Recorded, folder: Path) -> str:
-    """For a page in this folder."""
+    """Return a block for a page in this folder."""
     section = BLOCKS[name](recorded)
 
     def shown(part: Part) -> str:
@@ -77,7 +77,7 @@ def block(name: str, recorded: Recorded, folder: Path) -> str:
 
 
 def passages(text: str) -> list[str]:
-    """What stands before the first record, which has no figures, and what each record is of."""
+    """Split a page into the text before the first record and the passage of each record."""
     first, *others = re.split(r"(?=<!-- record: )", text)
     if BLOCK.search(first):
         raise UsageError("a generated block must follow a <!-- record: DIRECTORY -->")
@@ -85,23 +85,23 @@ def passages(text: str) -> list[str]:
 
 
 def record_of(text: str) -> Path:
-    found = RECORD.findall(text)
-    if len(found) != 1:
+    records = RECORD.findall(text)
+    if len(records) != 1:
         raise UsageError("a passage must name one record: <!-- record: DIRECTORY -->")
-    return ROOT / found[0]
+    return ROOT / records[0]
 
 
 def generate(text: str, recorded: Recorded, folder: Path = ROOT) -> str:
-    """A passage of a page in `folder` with every generated block made anew."""
+    """Return a passage of a page in `folder` with every generated block made anew."""
     unknown = [name for _, name, _ in BLOCK.findall(text) if name not in BLOCKS]
     if unknown:
         raise UsageError(f"no block {', '.join(unknown)}; there are {', '.join(BLOCKS)}")
-    made = RECORD.sub(f"<!-- record: {relative(recorded)} -->", text)
-    return BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], recorded, folder)}\n\n{m[3]}", made)
+    page = RECORD.sub(f"<!-- record: {relative(recorded)} -->", text)
+    return BLOCK.sub(lambda m: f"{m[1]}\n{block(m[2], recorded, folder)}\n\n{m[3]}", page)
 
 
 def data_hash(directory: Path) -> str:
-    """Return a digest of a record's measurements, which its digests of machine code are not."""
+    """Return a digest of a record's measurements, without its digests of machine code."""
     digest = hashlib.sha256()
     for path in sorted({*directory.glob("[!.]*.json*")} - {directory / machine_code.FILE}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -109,7 +109,7 @@ def data_hash(directory: Path) -> str:
 
 
 def pictures(text: str, recorded: Recorded) -> Iterator[tuple[Path, Picture]]:
-    """Those of a passage's blocks, and where they lie."""
+    """Yield the pictures of a passage's blocks, and their paths."""
     for _, name, _ in BLOCK.findall(text):
         for part in BLOCKS[name](recorded).parts:
             if isinstance(part, Picture):
@@ -117,9 +117,9 @@ def pictures(text: str, recorded: Recorded) -> Iterator[tuple[Path, Picture]]:
 
 
 def stale(text: str, recorded: Recorded, page: Path = README) -> list[str]:
-    """What of a passage and its pictures is not made of the record as it is now."""
-    made = generate(text, recorded, page.parent)
-    blocks = zip(BLOCK.finditer(text), BLOCK.finditer(made), strict=True)
+    """Return a problem for each block and picture of a passage that the record contradicts."""
+    current = generate(text, recorded, page.parent)
+    blocks = zip(BLOCK.finditer(text), BLOCK.finditer(current), strict=True)
     problems = [
         f"{page.name}, block {old[2]}: not what {relative(recorded)} says"
         for old, new in blocks
@@ -141,8 +141,8 @@ class Passage(NamedTuple):
 
 
 def read_pages(instead: Path | None = None) -> list[Passage]:
-    """The passages of all pages, each record read once; with the record `instead` of the README's,
-    if one is given, wherever that is named."""
+    """Return the passages of all pages, each record read once. The record `instead` replaces the
+    README's wherever that is named."""
     usual = record_of(README.read_text(encoding="utf-8"))
     read_once = functools.cache(read)
     return [
@@ -153,10 +153,10 @@ def read_pages(instead: Path | None = None) -> list[Passage]:
     ]
 
 
-def write(found: Iterable[Passage]) -> list[Path]:
-    """Write the pages anew and draw their pictures, whose paths are returned."""
+def write(passages: Iterable[Passage]) -> list[Path]:
+    """Write the pages anew and draw their pictures. Return the pictures' paths."""
     drawn = []
-    for page, old, recorded in found:
+    for page, old, recorded in passages:
         text = generate(old, recorded, page.parent)
         files.write(page, page.read_text(encoding="utf-8").replace(old, text))
         source = data_hash(recorded.directory)

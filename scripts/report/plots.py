@@ -1,6 +1,7 @@
 """Figures of a run: latency over the workloads with the roofline, grouped GEMMs.
 
-matplotlib figures whose colours and grey background stand out on light and on dark pages.
+The colours and the grey background of these matplotlib figures stand out on light and on dark
+pages.
 """
 
 import io
@@ -28,7 +29,7 @@ from scripts.table.rankings import Ranking
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, told apart by colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
 OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
@@ -40,11 +41,11 @@ CLOCK_TITLES: dict[Clock, str] = {"harness": "Latency", "device": "Device time"}
 def new_figure(
     panels: int, title: str, height: float, grid: Literal["x", "y"] = "y"
 ) -> "tuple[Figure, list[Any]]":
-    """A figure of panels one below the other, each `height` inches high, and their axes."""
+    """Return a figure of panels one below the other, each `height` inches high, and their axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Names are shown as they are: what stands between dollar signs is no formula.
+    # Show names as they are: text between dollar signs is no formula.
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(11, height * panels), layout="constrained", facecolor=BACKGROUND)
     figure.suptitle(printable(title), color=INK)
@@ -57,8 +58,8 @@ def new_figure(
 
 
 def image(figure: "Figure", form: str, source: str = "") -> bytes:
-    """The figure as an "svg" or a "png"; `source` is kept in the image and says of which data it
-    was made."""
+    """Return the figure as an "svg" or a "png", with `source`, which names its data, as
+    metadata."""
     import matplotlib
 
     out = io.BytesIO()
@@ -68,12 +69,12 @@ def image(figure: "Figure", form: str, source: str = "") -> bytes:
 
 
 def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
-    """Colour, line and marker of each subject: ours solid and cool, peers dashed and warm."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return colour, line and marker by subject: ours solid and cool, peers dashed and warm."""
+    by_subject: dict[str, dict[str, Any]] = {}
     for peer, colours in ((False, OUR_COLOURS), (True, PEER_COLOURS)):
         for number, subject in enumerate(peers.index[peers == peer]):
             colour = colours[number % len(colours)]
-            found[subject] = {
+            by_subject[subject] = {
                 "color": colour,
                 "marker": MARKERS[number % len(MARKERS)],
                 "linestyle": "--" if peer else "-",
@@ -81,14 +82,13 @@ def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
                 "markersize": 4.5,
                 "markerfacecolor": "none" if peer else colour,
             }
-    return found
+    return by_subject
 
 
 def latency_figure(
     ranking: Ranking, roofline_ms: dict[str, float], clock: Clock = "harness"
 ) -> "Figure":
-    """Latency of every solution over the workloads by T, evenly spaced, and the roofline where it
-    is known."""
+    """Plot every solution's latency over the workloads by T, evenly spaced, and the roofline."""
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
     roofline = pd.Series(roofline_ms, dtype=float).reindex(uuids)
@@ -101,7 +101,7 @@ def latency_figure(
 
 
 def sweep_figure(rows: Rows, name: str) -> "Figure":
-    """Device times over the number of tokens, on a log scale."""
+    """Plot device times over the number of tokens, on a log scale."""
     f = called(rows, name)
     ms, tokens, roofline = wide(f, SWEEP), list(f.tokens.unique()), roofline_of(f, SWEEP)
     hardware = rows.measurements[name]["hardware"]
@@ -122,7 +122,7 @@ def times_figure(
     tokens: Sequence[int],
     title: str,
 ) -> "tuple[Figure, Any]":
-    """A line of times for each subject, in the order of `peers`, and the roofline."""
+    """Plot a line of times for each subject, in the order of `peers`, and the roofline."""
     from matplotlib.ticker import LogLocator
 
     figure, (ax,) = new_figure(1, title, 5.2)
@@ -150,7 +150,7 @@ def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
 
 
 def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":
-    """Reached rate over the tokens: memory-bound workloads in TB/s, the others in TFLOP/s."""
+    """Plot the reached rate over the tokens: TB/s of memory-bound workloads, TFLOP/s of others."""
     reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
     f = f.assign(computes=compute_bound(f, rates), tbytes=f.gbytes / 1e3)
     shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())
@@ -162,9 +162,9 @@ def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "F
         first = panel.place[panel.computes].min() if panel.computes.any() else len(tokens)
         right = ax.twinx()
         for number, variant in enumerate(variants):
-            of = panel[panel.subject == variant]
+            line = panel[panel.subject == variant]
             style = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4}
-            reads, computes = of[of.place < first], of[of.place >= first]
+            reads, computes = line[line.place < first], line[line.place >= first]
             ax.plot(reads.place, reads.tbytes, label=printable(variant), **style)
             right.plot(computes.place, computes.tflops, **style)
             if variant == variants[0] and first:

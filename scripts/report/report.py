@@ -32,8 +32,8 @@ GEMMS = {"gemm_layers": "On the rows of the workloads", "gemm_study": "Even rows
 
 @dataclass(frozen=True)
 class Picture:
-    """What draws a figure of matplotlib's; in a page of docs its file's name and `what` it shows
-    for those who do not see it."""
+    """A function that draws a matplotlib figure, and its texts. In a page of docs, `name` is the
+    file, and `what` describes it for readers who cannot see it."""
 
     figure: Callable[[], Any]
     title: str = ""
@@ -43,7 +43,7 @@ class Picture:
 
 
 Part = Picture | Table | str
-"""Text of a page of docs is Markdown."""
+"""Part of a section. In a page of docs, a string is Markdown."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def latency_pictures(ranking: Ranking, roofline_ms: dict[str, float]) -> list[Pi
 
 
 def ranking_section(recorded: Recorded, ranking: Ranking, id: str) -> Section:
-    """Everything about one machine, timing method and tolerance: the verdict and its picture, then
-    the tables; of a run on the CPU these alone."""
+    """Return everything about one machine, timing method and tolerance: the verdict and its
+    picture, then the tables; for a run on the CPU only the tables."""
     title, *text = rank_text.headline(ranking)
     roofline_ms = recorded.roofline_ms(ranking)
     first, *others = tables.ranking_tables(ranking, roofline_ms)
@@ -88,22 +88,24 @@ def ranking_section(recorded: Recorded, ranking: Ranking, id: str) -> Section:
 
 
 def recorded_section(recorded: Recorded, id: str) -> Section:
-    """The recorded ranking of a GPU, for a page of a run that measured none."""
+    """Return the recorded ranking of a GPU, for a page of a run that measured none."""
     section = ranking_section(recorded, recorded.main, id)
     text = [f"Recorded {recorded.day}; not measured in this run.", *section.text]
     return replace(section, title=f"Recorded: {section.title}", text=text)
 
 
-def said_of(rows: Rows, name: str) -> str:
-    """On what and how a measurement was made, and which sources have changed since."""
-    of = rows.measurements[name]
-    return f"{of['hardware']}: {of['method']}. {changed_since(rows, name)}"
+def provenance(rows: Rows, name: str) -> str:
+    """Return the machine and method of a measurement, and the sources that have changed since."""
+    measurement = rows.measurements[name]
+    return f"{measurement['hardware']}: {measurement['method']}. {changed_since(rows, name)}"
 
 
 def gemm_figure(rows: Rows) -> Any:
-    """What the GEMMs reach on the workloads' rows."""
-    f, of = pivots.gemm_frame(rows, "gemm_layers"), rows.measurements["gemm_layers"]
-    return plots.layers_figure(f[(f.tokens > 0) & ~f.beside], of["rates"], of["hardware"])
+    """Draw the rates of the GEMMs on the workloads' rows."""
+    f, measurement = pivots.gemm_frame(rows, "gemm_layers"), rows.measurements["gemm_layers"]
+    return plots.layers_figure(
+        f[(f.tokens > 0) & ~f.beside], measurement["rates"], measurement["hardware"]
+    )
 
 
 def gemm_section(rows: Rows) -> Section:
@@ -116,7 +118,7 @@ def gemm_section(rows: Rows) -> Section:
             )
             parts.append(Picture(partial(gemm_figure, rows), title, note))
         if len(f):
-            note, title = said_of(rows, name), f"{title}: the figures, in us"
+            note, title = provenance(rows, name), f"{title}: the figures, in us"
             parts.append(replace(pivots.gemm_table(f), title=title, note=note, folded=True))
     text = ["The grouped GEMM alone, without the rest of the layer."]
     return Section("gemm", "Grouped GEMM", text, parts)
@@ -127,25 +129,25 @@ def sweep_section(rows: Rows) -> Section:
     for name, title in SWEEPS.items():
         if name in rows:
             figure = partial(plots.sweep_figure, rows, name)
-            parts.append(Picture(figure, title, said_of(rows, name)))
-            found = pivots.sweep_table(rows, name), pivots.failed_table(pivots.called(rows, name))
-            parts += filter(None, found)
+            parts.append(Picture(figure, title, provenance(rows, name)))
+            both = pivots.sweep_table(rows, name), pivots.failed_table(pivots.called(rows, name))
+            parts += filter(None, both)
     return Section("sweep", "Over the number of tokens", parts=parts)
 
 
 def sections_of(recorded: Recorded) -> list[Section]:
     on_cpu = all(r.cpu for r in recorded.rankings)
     known = recorded_runs(definition=recorded.definition) if on_cpu else []
-    made = [
+    sections = [
         *(
             ranking_section(recorded, ranking, f"ranking{number}")
             for number, ranking in enumerate(recorded.rankings)
         ),
-        *(recorded_section(found, f"recorded{number}") for number, found in enumerate(known)),
-        *(of(recorded.rows) for of in (sweep_section, gemm_section)),
+        *(recorded_section(record, f"recorded{number}") for number, record in enumerate(known)),
+        *(make(recorded.rows) for make in (sweep_section, gemm_section)),
         Section("environment", "Environment", parts=[tables.environment_table(recorded)]),
     ]
-    return [section for section in made if section.parts]
+    return [section for section in sections if section.parts]
 
 
 def render(recorded: Recorded) -> str:
@@ -158,7 +160,7 @@ def render(recorded: Recorded) -> str:
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda x: printable(x) if type(x) is str else x,  # not what is safe
+        finalize=lambda x: printable(x) if type(x) is str else x,  # leaves safe markup
     )
     environment.filters["data_url"] = data_url
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -171,7 +173,7 @@ def render(recorded: Recorded) -> str:
 def write(
     directory: Path, out: Path | None = None, peers: Sequence[str] = (), by: Clock = "harness"
 ) -> Path:
-    """Write the page of a run and return where it is."""
+    """Write the page of a run and return its path."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""vLLM and SGLang by one interface: prompts of token ids in, tokens out, greedily."""
+"""vLLM and SGLang by one interface: prompts of token ids in, greedily decoded tokens out."""
 
 import json
 import os
@@ -12,21 +12,21 @@ ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
 OWN = ("ours", "accurate")
 CACHE_BYTES = 5 * 2**30
-"""For keys and values."""
+"""Bytes of the cache for keys and values."""
 PROMPT_ROOM = 256
-"""Tokens that a request may have beside the longest prompt."""
+"""Tokens that a request may have in addition to the longest prompt."""
 
 
 class Generated(NamedTuple):
     tokens: list[int]
-    logprobs: list[float]  # of these tokens; empty where they were not asked for
+    logprobs: list[float]  # of these tokens; empty if not asked for
 
 
 class Engine(Protocol):
     version: str
 
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
-        """ms of the CUDA graph of each decode step, on the GPU; nothing where that is not known."""
+        """Return the ms of the CUDA graph of each decode step, on the GPU; empty if not known."""
 
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False
@@ -35,8 +35,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine is started; `backend` is `engine`, `tuned`, `ours`, `accurate`, or a kernel of
-    the engine by the name that it has there."""
+    """The settings of an engine. `backend` is `engine`, `tuned`, `ours`, `accurate`, or the
+    engine's name for one of its kernels."""
 
     engine: str
     backend: str
@@ -51,25 +51,25 @@ class Setup:
 
     @property
     def dense(self) -> str | None:
-        """Whose kernel multiplies dense layers, where vLLM's variable asks for another one."""
+        """The kernel of dense layers, if vLLM's variable asks for another one than the default."""
         asked = self.engine == "vllm" and os.environ.get("VLLM_USE_DEEP_GEMM") == "1"
         return "DeepGEMM" if asked else None
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the engine's processes."""
+        """Environment variables of the engine's processes."""
         own = {"ours": "1", "accurate": "accurate"}
-        found = {SWITCH[self.engine]: own.get(self.backend, "0")}
+        variables = {SWITCH[self.engine]: own.get(self.backend, "0")}
         if self.engine == "vllm":
-            if self.tensor_parallel == 1:  # so that nothing between processes is timed
-                found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            if self.tensor_parallel == 1:  # so that times exclude traffic between processes
+                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             if self.batch_invariant:
-                found["VLLM_BATCH_INVARIANT"] = "1"
-        return found
+                variables["VLLM_BATCH_INVARIANT"] = "1"
+        return variables
 
 
 def start(setup: Setup) -> Engine:
-    """In this process, whose environment has `setup.variables`."""
+    """Start an engine in this process, whose environment must have `setup.variables`."""
     return Vllm(setup) if setup.engine == "vllm" else Sglang(setup)
 
 
@@ -106,34 +106,33 @@ class Vllm:
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False
     ) -> list[Generated]:
-        how = self.sampling(
+        sampling = self.sampling(
             temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=tokens,
             logprobs=0 if logprobs else None,
         )  # fmt: skip
-        given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        made = [of.outputs[0] for of in self.llm.generate(given, how, use_tqdm=False)]
+        requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
         return [
             Generated(
-                list(of.token_ids),
+                list(output.token_ids),
                 [
-                    found[t].logprob
-                    for found, t in zip(of.logprobs or (), of.token_ids, strict=False)
+                    p[t].logprob
+                    for p, t in zip(output.logprobs or (), output.token_ids, strict=False)
                 ],
             )
-            for of in made
+            for output in (request.outputs[0] for request in outputs)
         ]
 
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
         self.llm.collective_rpc("time_graphs", args=(tokens // 2,))
         self.generate(prompts, tokens)
         of_ranks = self.llm.collective_rpc("graph_times")
-        # A rank that begins early waits for the others in the graph: the last one's time counts.
+        # A rank that begins early waits for the others in the graph: the last rank's time counts.
         return list(map(min, zip(*of_ranks, strict=True)))
 
 
 def use_tuned_files(vllm: Path) -> None:
-    """vLLM ships what its Triton kernel was tuned to on an H200 for some layers, for an H100 for
-    fewer: take those where there are none of this GPU."""
+    """Use vLLM's tuned configs for an H200 if it has none for this GPU; an H100 has fewer."""
     import torch
 
     name = torch.cuda.get_device_name().replace(" ", "_")
@@ -176,15 +175,17 @@ class Sglang:
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False
     ) -> list[Generated]:
-        how = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": tokens}
-        made = self.engine.generate(input_ids=prompts, sampling_params=how, return_logprob=logprobs)
+        sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": tokens}
+        outputs = self.engine.generate(
+            input_ids=prompts, sampling_params=sampling, return_logprob=logprobs
+        )
         return [
             Generated(
-                list(of["output_ids"]),
-                [found[0] for found in of["meta_info"].get("output_token_logprobs", ())],
+                list(output["output_ids"]),
+                [entry[0] for entry in output["meta_info"].get("output_token_logprobs", ())],
             )
-            for of in made
+            for output in outputs
         ]
 
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
-        return []  # its processes take no calls of others
+        return []  # SGLang's processes take no calls from outside

@@ -8,17 +8,17 @@ from unittest import mock
 import torch
 
 CYCLES_AHEAD = 2_000_000
-"""The GPU waits for about 1 ms before a graph, so that the host has launched all of it by then."""
+"""The GPU waits about 1 ms before a graph, so that the host has launched it completely."""
 
 
 @contextlib.contextmanager
 def timed(steps: int) -> Iterator[Callable[[], list[float]]]:
-    """A function that returns the ms of each replay of the one CUDA graph that this process
-    replayed at least `steps` times within the context; nothing if there is none, or if there are
-    several: then a step is more than a graph."""
+    """Yield a function that returns the ms of each replay of the one CUDA graph that this process
+    replayed at least `steps` times within the context; empty if there is none or several: then a
+    step is more than one graph."""
     replay = torch.cuda.CUDAGraph.replay
-    taken: dict[torch.cuda.CUDAGraph, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
-    taken = defaultdict(list)
+    events: dict[torch.cuda.CUDAGraph, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
+    events = defaultdict(list)
 
     def timed_replay(graph: torch.cuda.CUDAGraph) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -26,10 +26,10 @@ def timed(steps: int) -> Iterator[Callable[[], list[float]]]:
         start.record()
         replay(graph)
         end.record()
-        taken[graph].append((start, end))
+        events[graph].append((start, end))
 
     def milliseconds() -> list[float]:
-        often = [replays for replays in taken.values() if len(replays) >= steps]
+        often = [replays for replays in events.values() if len(replays) >= steps]
         if len(often) != 1:
             return []
         torch.cuda.synchronize()
@@ -40,7 +40,7 @@ def timed(steps: int) -> Iterator[Callable[[], list[float]]]:
 
 
 class TimesGraphs:
-    """What vLLM's workers, one a GPU, get in addition, to be called by `LLM.collective_rpc`."""
+    """Methods that vLLM's workers, one a GPU, get in addition, for `LLM.collective_rpc`."""
 
     def time_graphs(self, steps: int) -> None:
         """Begin to time replays."""
@@ -48,6 +48,6 @@ class TimesGraphs:
         self.graph_milliseconds = self.graphs_are_timed.enter_context(timed(steps))
 
     def graph_times(self) -> list[float]:
-        """What `timed` has found; end it."""
+        """Return the times, and end the timing."""
         with self.graphs_are_timed:
             return self.graph_milliseconds()

@@ -1,4 +1,4 @@
-"""What `serve` does inside the processes of an engine, which load it as one of their plugins."""
+"""The part of `serve` that runs inside an engine's processes, which load it as a plugin."""
 
 import functools
 import importlib.metadata
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
-"""Where the processes write what they find; set by `serve` alone."""
+"""The variable with the directory of the processes' reports, set by `serve` only."""
 RANDOM = "MOE_FP8_SERVE_RANDOM"
 CHECK_TOKENS = 2999
-"""Of the prompt whose calls are checked: more than a CUDA graph has, in one step."""
+"""Tokens of the prompt whose calls are checked, in one step: more than a CUDA graph has."""
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 CALLERS = ("api", "serving.sglang", "serving.vllm_experts")
-"""Modules of `moe_fp8` that hold `experts`."""
+"""Modules of `moe_fp8` that import `experts`."""
 
 
 def publish(directory: Path, engine: str) -> None:
-    """Make this a plugin of the engine for the processes that have the directory on their path."""
+    """Make this module a plugin of the engine for processes with the directory on their path."""
     package = directory / "moe_fp8_serve-0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-fp8-serve\nVersion: 0\n")
@@ -27,29 +27,29 @@ def publish(directory: Path, engine: str) -> None:
 
 
 def is_installed(engine: str) -> bool:
-    """Whether the engine finds the package's own plugin."""
-    found = importlib.metadata.entry_points(group=GROUPS[engine])
-    return any(entry.value.startswith("moe_fp8.") for entry in found)
+    """True if the engine finds the package's own plugin."""
+    plugins = importlib.metadata.entry_points(group=GROUPS[engine])
+    return any(entry.value.startswith("moe_fp8.") for entry in plugins)
 
 
 def layers_of(directory: Path) -> list[list[float]]:
-    """calc_diff of every layer that was checked, a list a process."""
+    """Return the calc_diff of every layer that was checked, a list a process."""
     return [list(map(float, lines)) for lines in reported(directory, "layers")]
 
 
 def compilations(directory: Path) -> int:
     """Return the number of our kernels that all processes of an engine have compiled."""
-    return sum(int(made) for lines in reported(directory, "kernels") for made in lines)
+    return sum(int(compiled) for lines in reported(directory, "kernels") for compiled in lines)
 
 
 def reported(directory: Path, what: str) -> list[list[str]]:
-    """The lines of `report`, a list a process."""
+    """Return the lines of `report`, a list a process."""
     return [file.read_text().split() for file in sorted(directory.glob(f"{what}-*.txt"))]
 
 
 def report(what: str, line: float) -> None:
-    """Write a line for `serve`. By the process that calls: the ranks of several GPUs can be forks
-    of the one that watches."""
+    """Write a line for `serve` to a file of the calling process: the ranks of several GPUs can be
+    forks of the process that called `watch`."""
     with (Path(os.environ[DIRECTORY]) / f"{what}-{os.getpid()}.txt").open("a") as lines:
         lines.write(f"{line}\n")
 
@@ -78,7 +78,7 @@ def fill(model: Any) -> None:
 
 @functools.cache  # an engine may register a plugin several times
 def watch() -> None:
-    """Compare the layers' calls, wherever they are called from; count compiled kernels of ours."""
+    """Compare the layers' calls of all callers with the reference, and count our compilations."""
     from moe_fp8 import api
 
     from scripts.serve.layer_check import checking
@@ -91,8 +91,8 @@ def watch() -> None:
 
 
 def count() -> None:
-    """Report every compilation, of this process and of those that `prepare` starts. What is on disk
-    tells less: kernels may be kept nowhere, are made by others, and are removed."""
+    """Report every compilation, by this process and by those that `prepare` starts. The cache on
+    disk tells less: it may be off, and other programs add and remove kernels."""
     from moe_fp8.serving import prepare
 
     compile_all, in_processes = prepare.compile_all, prepare.in_processes
@@ -103,14 +103,14 @@ def count() -> None:
 
         fakes = compiling.fakes
 
-        def counting_fakes(arguments: Any) -> Any:  # which every compilation makes once
+        def counting_fakes(arguments: Any) -> Any:  # called once by every compilation
             report("kernels", 1)
             return fakes(arguments)
 
         compiling.fakes = counting_fakes
 
     def counting_compile_all(geometries: Any) -> int:
-        count_here()  # not before: the compiler may begin with CUDA, and engines fork
+        count_here()  # not before: the compiler may initialise CUDA, and engines fork
         return compile_all(geometries)
 
     def counting_in_processes(geometries: Any) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the experts inside an engine, on its real activations, against float32 arithmetic."""
+"""The check of the experts' calls inside an engine, on real activations, in float32 arithmetic."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Experts = Callable[..., torch.Tensor]
 
 
 def checking(experts: Experts, tokens: int, report: Callable[[float], None]) -> Experts:
-    """`experts`, whose first call of each layer with so many tokens is compared and reported."""
+    """Return `experts` that compares and reports each layer's first call of so many tokens."""
     seen = set()
 
     @functools.wraps(experts)

@@ -1,7 +1,7 @@
 """The models that `serve` knows by name: their sizes as published, for random weights.
 
-DeepSeek-V3 and GLM-5 have one dense layer in place of three, so that a few layers show the experts.
-`deepseek-v3-tp8` is what one of eight tensor-parallel ranks has.
+DeepSeek-V3 and GLM-5 have one dense layer in place of three, so that a few layers include experts.
+`deepseek-v3-tp8` is the share of one of eight tensor-parallel ranks.
 """
 
 import json
@@ -22,7 +22,7 @@ LAYERS = {
     "qwen3-235b-a22b": 16,
     "qwen3-30b-a3b": 48,
 }
-"""As many as 80 GB hold beside a cache for keys and values."""
+"""Layers that fit 80 GB with a cache for keys and values."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Model:
     directory: Path
     config: dict[str, Any]
     layers: int
-    """That are served."""
+    """The number of layers that are served."""
 
     @property
     def vocabulary(self) -> int:
@@ -39,7 +39,7 @@ class Model:
 
     @property
     def overrides(self) -> dict[str, int]:
-        """What is served otherwise than the configuration says."""
+        """The served values that differ from the configuration's."""
         return {} if self.layers == self.published else {"num_hidden_layers": self.layers}
 
     @property
@@ -48,7 +48,7 @@ class Model:
 
 
 def find(name: str, layers: int | None, random_weights: bool) -> Model:
-    """A model of `models/`, or in a directory of weights. Raises UsageError."""
+    """Return a model of `models/`, or one in a directory of weights. Raises UsageError."""
     known = name in LAYERS
     directory = DIRECTORY / name if known else Path(name)
     if not (directory / "config.json").is_file():

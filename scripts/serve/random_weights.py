@@ -1,4 +1,4 @@
-"""Random weights of a sane spread: the engines' own have all FP8 values alike, and scales of one.
+"""Random weights of a realistic spread; the engines' own have equal FP8 values, and scales of one.
 
 Every parameter follows from its name and shape alone, so all backends serve the same model.
 """
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 
 FP8_SPREAD = 96.0
-"""Standard deviation of FP8 values, of at most 448; block scales undo it."""
+"""Standard deviation of FP8 values, whose largest is 448. The block scales undo it."""
 DOWN = 3.0
-"""Of the experts' down projection, so that their output is a good part of a layer's."""
+"""Factor of the experts' down projection, so that their output is a large part of a layer's."""
 CHUNK = 2**27
 """Values that are drawn at once."""
 
@@ -24,25 +24,26 @@ def fill(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def fill_one(name: str, p: torch.Tensor) -> None:
-    """Unit spread of a projection's outputs: a standard deviation of 1 / sqrt(K)."""
+    """Write one parameter. Unit spread of a projection's outputs: standard deviation 1 /
+    sqrt(K)."""
     generator = torch.Generator(p.device).manual_seed(zlib.crc32(name.encode()))
     leaf = name.rpartition(".")[2]
     if p.numel() == 1 or not p.is_floating_point():
-        return  # scales of attention's own FP8, and what is no weight: as the engine made it
+        return  # leave scales of attention's FP8, and parameters other than weights, to the engine
     if p.dtype == torch.float8_e4m3fn:
         for part in p.view(-1).split(CHUNK):
             values = torch.randn(len(part), generator=generator, device=p.device)
             part.copy_((values * FP8_SPREAD).clamp_(-448, 448))
     elif "scale" in leaf:
-        of_output = DOWN if leaf.startswith("w2_") else 1.0
-        spread = (128 * p.shape[-1]) ** -0.5 / FP8_SPREAD * of_output
+        output_factor = DOWN if leaf.startswith("w2_") else 1.0
+        spread = (128 * p.shape[-1]) ** -0.5 / FP8_SPREAD * output_factor
         p.uniform_(0.5 * spread, 1.5 * spread, generator=generator)
     elif leaf == "e_score_correction_bias":
         p.uniform_(0, 0.1, generator=generator)
     elif p.dim() == 1:
         p.fill_(1.0 if "norm" in name else 0.0)
     else:
-        # Logits apart from each other, so that the best token is not a matter of rounding.
+        # Spread the logits, so that rounding does not decide the best token.
         spread = 0.5 if "embed_tokens" in name else p.shape[-1] ** -0.5
         spread *= 3 if "lm_head" in name else 1
         p.copy_(torch.randn(p.shape, generator=generator, device=p.device) * spread)

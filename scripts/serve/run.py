@@ -1,4 +1,4 @@
-"""Backends that take turns: started together where memory allows, each figure from all in turn."""
+"""Measurements of several backends: started together if memory allows, and timed in turns."""
 
 import contextlib
 import math
@@ -16,23 +16,23 @@ from scripts.serve.worker import MIXED_REQUESTS, Backend
 
 MOST_FIRST_STARTS = 3
 COMPILED = "Cache the graph of compile range"
-"""What vLLM says of a graph that it did not find on disk."""
+"""vLLM's message about a graph that it did not find on disk."""
 COMPILED_LATE = "compilation during inference"
-"""What vLLM's monitor says of a kernel that a request had to wait for."""
+"""The message of vLLM's monitor about a kernel that a request had to wait for."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and how often."""
+    """The quantities to measure, and the number of repeats."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
     repeats: int
-    compare_tokens: bool = False  # where weights are trained
+    compare_tokens: bool = False  # for trained weights
 
     @property
     def figures(self) -> list[tuple[str, int, str]]:
-        """(method of `Measuring`, size, unit)."""
+        """(method of `Measuring`, size, unit) of each quantity."""
         return [
             *(("decode", batch, "ms a step") for batch in self.batches),
             *(("graph", batch, "ms a step") for batch in self.batches),
@@ -43,14 +43,14 @@ class Plan:
 
 Row = dict[str, Any]
 Answers = dict[str, list[Generated]]
-"""What backends made of the compared prompts, in the order in which they ran."""
+"""Each backend's tokens for the compared prompts, in the order in which the backends ran."""
 
 
 def first_starts(setup: Setup, logs: Path) -> Iterator[Row]:
-    """Start a backend and end it, until it finds all that it compiles on disk: an engine that
+    """Start a backend and end it, until it finds all its compiled graphs on disk: an engine that
     compiles its model has a slower host for as long as it runs (DeepSeek-V3's sizes in vLLM 0.33,
-    batch 1: 2.64 ms a step, later 1.89). vLLM's second start looks for the first one's graphs
-    under another name, and compiles once more. Raises Failure."""
+    batch 1: 2.64 ms a step, later 1.89). vLLM's second start looks for the first one's graphs under
+    another name, and compiles once more. Raises Failure."""
     for number in range(MOST_FIRST_STARTS):
         backend = Backend(setup, logs, f"-first-{number}")
         try:
@@ -58,12 +58,12 @@ def first_starts(setup: Setup, logs: Path) -> Iterator[Row]:
             yield row_of(backend, "first start", None, round(backend.start_seconds, 1), "s")
         finally:
             backend.close()
-        if not backend.said(COMPILED):
+        if not backend.log_lines(COMPILED):
             return
 
 
 def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -> Iterator[Row]:
-    """The rows of backends that share the GPU, as they come; those before them have left their
+    """Yield the rows of backends that share the GPU, as they come. Earlier backends have left their
     `answers`. Raises Failure."""
     with contextlib.ExitStack() as stack:
         backends = []
@@ -73,7 +73,7 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -
             stack.callback(backends[-1].close)
         for backend in backends:
             backend.ready()
-            slower = ", compiled: its host is slower" if backend.said(COMPILED) else ""
+            slower = ", compiled: its host is slower" if backend.log_lines(COMPILED) else ""
             note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s{slower}")
         at_start = [inside.compilations(backend.directory) for backend in backends]
         for backend in backends:
@@ -98,57 +98,60 @@ def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more
 
 
 def check(backend: Backend) -> Iterator[Row]:
-    """That the layer is served where it is to be, and computes what it should."""
-    if backend.setup.backend in OWN and not backend.said("moe_fp8 serves"):
-        why = backend.said("moe_fp8") or ["the log does not name moe_fp8"]
+    """Yield rows of the start and of the layers' checks. Raises Failure: the layer is not served
+    where it should be, or computes wrong values."""
+    if backend.setup.backend in OWN and not backend.log_lines("moe_fp8 serves"):
+        why = backend.log_lines("moe_fp8") or ["the log does not name moe_fp8"]
         raise Failure(f"{backend.setup.backend}: nothing is served: {why[-1]}")
     yield row_of(backend, "start", None, round(backend.start_seconds, 1), "s")
     backend.ask("check")
     layers = inside.layers_of(backend.directory)
     if backend.setup.backend in OWN and not any(layers):
         raise Failure(f"{backend.setup.backend}: no call of {inside.CHECK_TOKENS} tokens was seen")
-    for found in layers:
-        for layer, calc_diff in enumerate(found):
+    for differences in layers:
+        for layer, calc_diff in enumerate(differences):
             if math.isfinite(calc_diff):
                 yield row_of(backend, "calc_diff of a layer", layer, calc_diff, "")
-    wrong = [diff for found in layers for diff in found if not diff <= LARGEST_DIFF]  # nor is NaN
+    wrong = [
+        diff for differences in layers for diff in differences if not diff <= LARGEST_DIFF
+    ]  # also true for NaN
     if wrong:
         raise Failure(f"{backend.setup.backend}: a layer's calc_diff is {wrong[0]:.2e}")
-    if max(backend.setup.batches) > 1:  # else there are no others
+    if max(backend.setup.batches) > 1:  # else a batch has one request
         yield row_of(backend, "same tokens alone and among others", None, backend.ask("alone"), "")
 
 
 def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
-    """Medians over the repeats of all backends in turn; the first one is a warm-up. What a backend
-    cannot tell, if only of one repeat, is NaN, and has no row."""
+    """Yield medians over the repeats of all backends in turn. The first repeat is a warm-up. A
+    quantity that is NaN in any repeat of a backend has no row."""
     for what, size, unit in plan.figures:
         values: dict[str, list[float]] = {backend.setup.backend: [] for backend in backends}
         for repeat in range(plan.repeats + 1):
             for backend in backends:
                 values[backend.setup.backend].append(backend.ask(what, size, repeat))
         for backend in backends:
-            found = sorted(values[backend.setup.backend][1:])
-            if any(map(math.isnan, found)):
+            samples = sorted(values[backend.setup.backend][1:])
+            if any(map(math.isnan, samples)):
                 continue
-            median = statistics.median(found)
-            spread = round((found[-1] - found[0]) / abs(median), 4)
+            median = statistics.median(samples)
+            spread = round((samples[-1] - samples[0]) / abs(median), 4)
             say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
-            yield row_of(backend, what, size, median, unit, spread=spread, least=found[0],
-                         most=found[-1], calls=len(found))  # fmt: skip
+            yield row_of(backend, what, size, median, unit, spread=spread, least=samples[0],
+                         most=samples[-1], calls=len(samples))  # fmt: skip
 
 
 def counted(backend: Backend, at_start: int) -> Iterator[Row]:
-    """Kernels that were compiled, at start and later."""
+    """Yield the numbers of kernels that were compiled, at start and later."""
     if backend.setup.backend in OWN:
         late = inside.compilations(backend.directory) - at_start
         yield row_of(backend, "our kernels compiled at start", None, at_start, "")
         yield row_of(backend, "our kernels compiled later", None, late, "")
-    said = [line for line in backend.said(COMPILED_LATE) if "FusedMoe" in line]
-    yield row_of(backend, "of ours, by the engine's monitor", None, len(said), "")
+    late_lines = [line for line in backend.log_lines(COMPILED_LATE) if "FusedMoe" in line]
+    yield row_of(backend, "of ours, by the engine's monitor", None, len(late_lines), "")
 
 
 def compared(backend: Backend, answers: Answers) -> Iterator[Row]:
-    """Tokens and log-probabilities beside the first backend's, where it is another one."""
+    """Yield the agreement of tokens and log-probabilities with those of the first backend."""
     first, *_ = answers
     if first == backend.setup.backend:
         return

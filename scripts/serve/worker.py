@@ -1,5 +1,5 @@
-"""One backend: an engine in a process of its own, which does what it is told; what is measured of
-it, one repeat a call, so that backends can take turns."""
+"""One backend: an engine in a process of its own, which runs requests of its parent. A call
+measures one repeat, so that backends can take turns."""
 
 import contextlib
 import math
@@ -24,24 +24,24 @@ from scripts.serve.inside import CHECK_TOKENS
 
 DECODE_PROMPT = 96
 MOST_STEPS, LEAST_STEPS, STEPS_OF_ALL = 128, 32, 4096
-"""Decode steps: as many as make so many tokens of all requests together, within bounds. The times
-of two prefills differ by more than a short step takes, and many steps divide that."""
+"""Decode steps: as many as make STEPS_OF_ALL tokens of all requests together, within bounds. The
+times of two prefills differ by more than the time of a short step. Many steps divide that error."""
 GRAPH_STEPS = 32
-"""Decode steps of which the CUDA graph is timed."""
+"""Decode steps whose CUDA graph is timed."""
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
-"""The mixed load: requests, fewer where the largest batch has fewer, and a request's tokens read
-and written."""
+"""The mixed load: requests, limited by the largest batch, and the tokens that a request reads and
+writes."""
 COMPARED_PROMPTS, COMPARED_TOKENS = (5, 64, 333, 1500), 32
 OTHERS = 64
-"""Requests among which one is to have the tokens that it has alone."""
+"""Requests in whose batch one request must get the tokens that it gets alone."""
 
 PROCESS = f"from {__name__} import main; main()"
 LAST_LINES = 15
-"""Of a log, that are shown where an engine fails."""
+"""Lines of a log that are shown if an engine fails."""
 
 
 class Backend:
-    """An engine that is starting; `ready` waits for it. What it prints goes to a log."""
+    """An engine that is starting; `ready` waits for it. Its output goes to a log."""
 
     def __init__(self, setup: Setup, logs: Path, start: str = ""):
         self.setup = setup
@@ -73,13 +73,13 @@ class Backend:
         self.start_seconds = at - self.started
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """What a method of `Measuring` returns. Raises Failure."""
-        with contextlib.suppress(OSError):  # it has ended, which is what its answer says
+        """Return the result of a method of `Measuring`. Raises Failure."""
+        with contextlib.suppress(OSError):  # the process has ended: `_answer` reports it
             self.connection.send((what, *arguments))
         return self._answer()
 
     def close(self) -> None:
-        """End it with all its processes."""
+        """End the engine with all its processes."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -87,8 +87,8 @@ class Backend:
         self.process.wait()
         self.connection.close()
 
-    def said(self, text: str) -> list[str]:
-        """Lines of the log with a text."""
+    def log_lines(self, text: str) -> list[str]:
+        """Return the lines of the log with a text."""
         return [line for line in self.text().splitlines() if text in line]
 
     def text(self) -> str:
@@ -109,65 +109,65 @@ class Backend:
 
 
 def prompts(vocabulary: int, lengths: tuple[int, ...], seed: int) -> list[list[int]]:
-    """Random tokens, but for the first and last few of a vocabulary, which mean something."""
+    """Draw random tokens, without the first and last few of a vocabulary, which are special."""
     draw = random.Random(seed)
     return [[draw.randrange(10, vocabulary - 10) for _ in range(n)] for n in lengths]
 
 
 class Measuring:
-    """Of one engine, whose model has so many words."""
+    """The measurements of one engine; `vocabulary` is the size of its model's."""
 
     def __init__(self, engine: Engine, vocabulary: int):
         self.engine, self.vocabulary = engine, vocabulary
 
     def seconds(self, lengths: tuple[int, ...], tokens: int, seed: int) -> float:
-        """The engine's offline call returns when the last token is on the host."""
-        given = prompts(self.vocabulary, lengths, seed)
+        """Time a call. The engine's offline call returns when the last token is on the host."""
+        drawn = prompts(self.vocabulary, lengths, seed)
         start = time.perf_counter()
-        self.engine.generate(given, tokens)
+        self.engine.generate(drawn, tokens)
         return time.perf_counter() - start
 
     def decode(self, batch: int, repeat: int) -> float:
-        """ms of a step: what more tokens take than the first one."""
+        """Return the ms of a step: the time of more tokens less that of the first one."""
         lengths, seed = batch * (DECODE_PROMPT,), 1000 * batch + repeat
         steps = min(max(STEPS_OF_ALL // batch, LEAST_STEPS), MOST_STEPS)
         first = self.seconds(lengths, 1, seed)
         return 1e3 * (self.seconds(lengths, 1 + steps, seed) - first) / steps
 
     def graph(self, batch: int, repeat: int) -> float:
-        """ms of a step's CUDA graph on the GPU; NaN where a step is not one graph."""
-        given = prompts(self.vocabulary, batch * (DECODE_PROMPT,), 1000 * batch + repeat)
-        steps = self.engine.graph_times(given, 1 + GRAPH_STEPS)
+        """Return the ms of a step's CUDA graph on the GPU; NaN if a step is not one graph."""
+        drawn = prompts(self.vocabulary, batch * (DECODE_PROMPT,), 1000 * batch + repeat)
+        steps = self.engine.graph_times(drawn, 1 + GRAPH_STEPS)
         return statistics.median(steps) if steps else math.nan
 
     def prefill(self, tokens: int, repeat: int) -> float:
-        """ms of one prompt."""
+        """Return the ms of one prompt."""
         return 1e3 * self.seconds((tokens,), 1, 1000 * tokens + repeat)
 
     def mixed(self, requests: int, repeat: int) -> float:
-        """Tokens, read and written, in a second, of requests that come at once."""
+        """Return the tokens, read and written, in a second, of requests that come at once."""
         lengths = requests * (MIXED_PROMPT,)
-        taken = self.seconds(lengths, MIXED_TOKENS, repeat)
-        return requests * (MIXED_PROMPT + MIXED_TOKENS) / taken
+        seconds = self.seconds(lengths, MIXED_TOKENS, repeat)
+        return requests * (MIXED_PROMPT + MIXED_TOKENS) / seconds
 
     def check(self) -> None:
-        """The prompt whose calls `inside` compares."""
+        """Run the prompt whose calls `inside` compares."""
         self.engine.generate(prompts(self.vocabulary, (CHECK_TOKENS,), 2), 1)
 
     def compared(self) -> list[Generated]:
-        """Tokens and their log-probabilities, to be compared with another backend's."""
-        given = prompts(self.vocabulary, COMPARED_PROMPTS, 1)
-        return self.engine.generate(given, COMPARED_TOKENS, logprobs=True)
+        """Return tokens and their log-probabilities, to compare with another backend's."""
+        drawn = prompts(self.vocabulary, COMPARED_PROMPTS, 1)
+        return self.engine.generate(drawn, COMPARED_TOKENS, logprobs=True)
 
     def alone(self) -> bool:
-        """Whether a request has the same tokens alone and among others."""
+        """True if a request gets the same tokens alone and in a batch."""
         first, *others = prompts(self.vocabulary, (200, *range(1, OTHERS + 1)), 3)
         (single,) = self.engine.generate([first], COMPARED_TOKENS)
         return self.engine.generate([first, *others], COMPARED_TOKENS)[0].tokens == single.tokens
 
 
 def main() -> None:
-    """The process."""
+    """Run the process of a backend."""
     connection = Connection(int(sys.argv[1]))
     setup: Setup = connection.recv()
     try:

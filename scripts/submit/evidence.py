@@ -1,4 +1,5 @@
-"""The traces that back a solution: passed on every workload, on one GPU, of the present sources."""
+"""The traces that back a solution: passed on all workloads, on one GPU, with the present
+sources."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Refused(Failure):
-    """A solution that is not exported: what stands against it, one line a reason."""
+    """A solution that is not exported, with the reasons, one a line."""
 
 
 def back(
@@ -28,33 +29,33 @@ def back(
     synthetic: bool = True,
     every: bool = True,
 ) -> tuple[tuple[dict[str, Any], ...], str]:
-    """The traces that back a packed solution on the GPU whose name has the words of `gpu`, in the
-    data set's order, and what to say of them.
+    """Return the traces that back a packed solution on the GPU whose name has the words of `gpu`,
+    in the data set's order, and a text about them.
 
-    Of several traces of one workload the latest counts. Traces of other sources than the packed
-    ones (known by flashinfer-bench's hash) count only with `other_sources`, and then only those of
-    the source that was measured last. Without `synthetic`, what was measured on this repository's
-    own tensors does not count: the data set has others under the same uuids. Without `every`,
-    workloads that are not backed are left out, as long as one is.
+    The latest trace of a workload counts. Traces of other sources than the packed ones (known by
+    flashinfer-bench's hash) count only with `other_sources`, and then only those of the last
+    measured source. Without `synthetic`, measurements on this repository's own tensors do not
+    count: the data set has others under the same uuids. Without `every`, workloads that are not
+    backed are left out, if at least one is backed.
 
     Raises:
-        Refused: a workload, or without `every` all of them, has no trace that passed; the message
-            lists which and why.
-        UsageError: `gpu` means several GPUs, or the traces are of several tolerances or clocks.
+        Refused: a workload, or without `every` all of them, has no trace that passed. The message
+            lists them, with the reasons.
+        UsageError: `gpu` fits several GPUs, or the traces are of several tolerances or clocks.
     """
     name, packed = solution.name, solution.hash()
     mine = results[(results.solution == name) & ~results.cpu.astype(bool)]
     hardware = _one_gpu(name, set(mine.hardware), gpu)
     ordered = mine[mine.hardware == hardware].sort_values("timestamp", kind="stable")
-    there: list[Any] = list(ordered.itertuples())
-    wanted = there[-1].hash if other_sources else packed
-    chosen = {r.uuid: r for r in there if r.hash == wanted}
-    latest = {r.uuid: r for r in there}
-    # Those whose run.json says that the tensors were this repository's.
+    measured: list[Any] = list(ordered.itertuples())
+    wanted = measured[-1].hash if other_sources else packed
+    chosen = {r.uuid: r for r in measured if r.hash == wanted}
+    latest = {r.uuid: r for r in measured}
+    # Sources whose run.json says that the tensors were this repository's.
     ours = {s for s in ordered.source.unique() if read_run(Path(s)).get("dataset") == "."}
 
     def against(workload: "Workload") -> str:
-        """Why a workload is not backed; empty where it is."""
+        """Return the reason why a workload is not backed; empty if it is."""
         if workload.uuid not in latest:
             return "no trace"
         if workload.uuid not in chosen:
@@ -70,11 +71,11 @@ def back(
         return ""
 
     reasons = [(t.workload, against(t.workload)) for t in workloads]
-    said = {f"T={tokens(w)} {w.uuid[:8]}": why for w, why in reasons if why}
-    if said and (every or len(said) == len(workloads)):
+    unbacked = {f"T={tokens(w)} {w.uuid[:8]}": why for w, why in reasons if why}
+    if unbacked and (every or len(unbacked) == len(workloads)):
         raise Refused(
-            f"{name} is not exported: on {hardware} {len(said)} of {len(workloads)} "
-            f"workloads are not backed:\n  {say_skipped(said, chr(10) + '  ')}"
+            f"{name} is not exported: on {hardware} {len(unbacked)} of {len(workloads)} "
+            f"workloads are not backed:\n  {say_skipped(unbacked, chr(10) + '  ')}"
         )
     backed = [chosen[workload.uuid] for workload, why in reasons if not why]
     ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r in backed}
@@ -96,7 +97,7 @@ def back(
 
 
 def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:
-    """The hardware that is meant: of that very name, or the only one that has all the words."""
+    """Return the hardware of exactly that name, or the only one that has all the words."""
     meant = [name for name in known if name.lower() == gpu.lower()]
     # Whole words: an H200 is no H20.
     meant = meant or [n for n in sorted(known) if _words(gpu) and _words(gpu) <= _words(n)]

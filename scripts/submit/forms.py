@@ -1,8 +1,8 @@
 """The forms of an export (docs/submit.md): the files of each, by path.
 
-trace: what a pull request to the flashinfer-trace data set adds.
-apply: that and the definition, for flashinfer_bench.apply.
-flashinfer: definitions and solutions for FlashInfer's Trace Apply (`trace_apply`).
+trace: the files that a pull request to the flashinfer-trace data set adds. apply: these and the
+definition, for flashinfer_bench.apply. flashinfer: definitions and solutions for FlashInfer's Trace
+Apply (`trace_apply`).
 """
 
 import json
@@ -31,11 +31,11 @@ Files = dict[str, str]
 
 @dataclass(frozen=True)
 class Export:
-    """A packed solution, under the author's name that it is submitted by, and what backs it."""
+    """A packed solution, under the author's name of the submission, and the traces that back it."""
 
     generation: Generation
     content: dict[str, Any]  # the Solution JSON
-    traces: tuple[dict[str, Any], ...] = ()  # the JSON of those that back it
+    traces: tuple[dict[str, Any], ...] = ()  # JSON of the traces that back it
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ Exports = Sequence[Export]
 
 
 def export_of(generation: Generation, author: str | None = None) -> Export:
-    """The generation packed, by `author` or by who stands in its file. The author is no part of
+    """Pack the generation, with `author` or the author in its file. The author is no part of
     flashinfer-bench's hash. Raises PackError."""
     content = json.loads(pack(generation))
     return Export(generation, content | ({"author": author} if author else {}))
@@ -66,13 +66,13 @@ def to_json(value: Any) -> str:
 
 
 def trace_files(exports: Exports, definition: "Definition") -> Files:
-    made: Files = {}
+    texts: Files = {}
     for export in exports:
         below = f"{export.content['author']}/{OP_TYPE}/{DEFINITION}"
-        made[f"solutions/{below}/{export.name}.json"] = to_json(export.content)
+        texts[f"solutions/{below}/{export.name}.json"] = to_json(export.content)
         lines = (json.dumps(finite(trace)) + "\n" for trace in export.traces)
-        made[f"traces/{below}.jsonl"] = made.get(f"traces/{below}.jsonl", "") + "".join(lines)
-    return made
+        texts[f"traces/{below}.jsonl"] = texts.get(f"traces/{below}.jsonl", "") + "".join(lines)
+    return texts
 
 
 def apply_files(exports: Exports, definition: "Definition") -> Files:
@@ -82,12 +82,12 @@ def apply_files(exports: Exports, definition: "Definition") -> Files:
 
 
 def one_for_all(exports: Exports) -> list[Export]:
-    """Of all the fastest in the mean of the workloads that back each of them: what a token gets
-    must not depend on which solution happened to be faster at a batch's size. Raises UsageError:
+    """Return the solution that is fastest in the mean of the workloads that back all of them: a
+    token's output must not depend on the fastest solution at a batch's size. Raises UsageError:
     there is no such workload, or clocks and tolerances differ."""
     traces = [trace for export in exports for trace in export.traces]
     libs = [trace["evaluation"]["environment"]["libs"] for trace in traces]
-    ways = {(of.get(TIMING), of.get(TOLERANCE)) for of in libs}
+    ways = {(lib.get(TIMING), lib.get(TOLERANCE)) for lib in libs}
     shared = set.intersection(
         *({trace["workload"]["uuid"] for trace in export.traces} for export in exports)
     )
@@ -107,8 +107,8 @@ def one_for_all(exports: Exports) -> list[Export]:
 
 def flashinfer_files(exports: Exports, definition: "Definition") -> Files:
     (export,) = exports
-    made = trace_apply.files(export.content, export.generation.definition, definition)
-    return {path: to_json(content) for path, content in made.items()}
+    contents = trace_apply.files(export.content, export.generation.definition, definition)
+    return {path: to_json(content) for path, content in contents.items()}
 
 
 # --- all forms ------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class ExportForm(NamedTuple):
 
     help: str
     files: "Callable[[Exports, Definition], Files]"
-    several: str | None = None  # how many solutions it takes, as argparse says it; None: one
+    several: str | None = None  # argparse's nargs of its solutions; None: one
 
 
 APPLY, FLASHINFER = "apply", "flashinfer"
@@ -137,22 +137,22 @@ def collect(
     definition: Entry = DEFAULT,
     **options: Any,
 ) -> list[Export]:
-    """The solutions with their evidence among the results; where none was named, those that have
+    """Return the solutions with their evidence among the results; without names, those that have
     some. `options` are those of `evidence.back`. Raises Refused, PackError, UsageError."""
     chosen = select(generations(definition=definition), [Path(name).name for name in names])
-    found = read_results(results, definition.name)
+    frame = read_results(results, definition.name)
     exports, refused = [], []
     for generation in chosen:
         export = export_of(generation, author)
         try:
-            traces, said = evidence.back(export.solution, found, **options)
+            traces, remark = evidence.back(export.solution, frame, **options)
         except evidence.Refused as error:
             if names:
                 raise
             refused.append(str(error))
             continue
         exports.append(replace(export, traces=traces))
-        say(said)
+        say(remark)
     if not exports:
         raise evidence.Refused("\n".join(refused))
     for why in refused:
@@ -160,22 +160,24 @@ def collect(
     return exports
 
 
-def write(form: ExportForm, output: Path, exports: Sequence[Export], of: "Definition") -> list[str]:
-    """Write the tree and build its solutions as flashinfer-bench does, to which FlashInfer's way is
-    alike; its files. What does not build leaves nothing. Raises PackError, and UsageError where
-    `output` holds something: it could be mixed up."""
-    here = output.resolve() == Path.cwd()  # it is replaced, which leaves shells in what was there
+def write(
+    form: ExportForm, output: Path, exports: Sequence[Export], definition: "Definition"
+) -> list[str]:
+    """Write the tree and build its solutions as flashinfer-bench does, which FlashInfer's way
+    resembles. Return its files. A solution that does not build leaves nothing. Raises PackError;
+    UsageError: `output` has files, which could be mixed up."""
+    here = output.resolve() == Path.cwd()  # replacing it would leave shells in the old directory
     if here or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise UsageError(f"{output} is there already: name a new directory")
     output.parent.mkdir(parents=True, exist_ok=True)
-    tree = form.files(exports, of)
+    tree = form.files(exports, definition)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as directory:
-        made = Path(directory) / output.name
+        folder = Path(directory) / output.name
         for name, content in tree.items():
-            files.write(made / name, content)
-        for path in made.glob("solutions/**/*.json"):
+            files.write(folder / name, content)
+        for path in folder.glob("solutions/**/*.json"):
             name = json.loads(path.read_bytes())["definition"]
-            own = [*made.glob(f"definitions/*/{name}.json"), ROOT / DEFAULT.path]
+            own = [*folder.glob(f"definitions/*/{name}.json"), ROOT / DEFAULT.path]
             validate(path.read_bytes(), own[0])
-        made.replace(output)
+        folder.replace(output)
     return list(tree)

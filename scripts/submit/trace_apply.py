@@ -1,8 +1,8 @@
-"""What FlashInfer's Trace Apply calls: definitions as FlashInfer's traces have them, and a solution
-of ours with another entry.
+"""Definitions and solutions for FlashInfer's Trace Apply: definitions as FlashInfer's traces have
+them, and a solution of ours with another entry.
 
-A call is known by its routing and its shapes. It comes by keyword, without what is None, with more
-inputs than our definitions have, and wants the output returned.
+FlashInfer recognises a call by its routing and its shapes. The call passes keywords, without inputs
+that are None, has more inputs than our definitions, and needs the output returned.
 """
 
 import re
@@ -26,14 +26,14 @@ ALL_LOCAL = {
     "local_expert_offset": SIZES["top_k"],
     "routed_scaling_factor": {**GIVEN, "dtype": "float32"},
 }
-"""What the calls of a routing by renormalisation have besides."""
+"""Further inputs of calls whose routing renormalises."""
 INPUTS = (
     *("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale"),
     *("gemm1_weights", "gemm1_weights_scale", *FACTORS, "gemm2_weights", "gemm2_weights_scale"),
     *(*SIZES, "local_expert_offset", "routed_scaling_factor"),
 )
 METHODS = ("renormalize", "renormalize_naive")
-"""Of `routing_method_type` 1 and 4: one function, but for roundings."""
+"""Names of `routing_method_type` 1 and 4: one function, but for roundings."""
 
 LIMIT = '''
 
@@ -80,27 +80,27 @@ import torch
 
 
 def files(
-    solution: Mapping[str, Any], of: Entry, definition: "Definition"
+    solution: Mapping[str, Any], target: Entry, definition: "Definition"
 ) -> dict[str, dict[str, Any]]:
-    """By path, the JSON of a definition and of a solution for every name that FlashInfer asks for.
-    Raises PackError: it has no such definition."""
-    if not isinstance(of, MoeDefinition):
-        raise PackError(f"FlashInfer's Trace Apply has no {of.name}")
+    """Return, by path, the JSON of a definition and of a solution for every name that FlashInfer
+    asks for. Raises PackError: FlashInfer has no such definition."""
+    if not isinstance(target, MoeDefinition):
+        raise PackError(f"FlashInfer's Trace Apply has no {target.name}")
     ours = definition.model_dump(mode="json")
-    # FlashInfer's names know no limit.
-    names, specs = {"": re.sub(r"_limit\d+$", "", of.name)}, {**FACTORS, **SIZES}
-    fixed = {**dict.fromkeys(FACTORS), **{name: getattr(of, name) for name in SIZES}}
-    if of.routing == RENORMALIZE:
-        names = {f"_{m}": of.name.replace("_renorm_", f"_{m}_routing_") for m in METHODS}
+    # FlashInfer's names have no limit.
+    names, specs = {"": re.sub(r"_limit\d+$", "", target.name)}, {**FACTORS, **SIZES}
+    fixed = {**dict.fromkeys(FACTORS), **{name: getattr(target, name) for name in SIZES}}
+    if target.routing == RENORMALIZE:
+        names = {f"_{m}": target.name.replace("_renorm_", f"_{m}_routing_") for m in METHODS}
         specs = {**FACTORS, **ALL_LOCAL, "top_k": SIZES["top_k"]}
-        fixed = {**dict.fromkeys(FACTORS), "routing_bias": None, "top_k": of.top_k}
+        fixed = {**dict.fromkeys(FACTORS), "routing_bias": None, "top_k": target.top_k}
         fixed |= {"local_expert_offset": 0, "routed_scaling_factor": 1.0}
     checks, checked = "", ""
-    if (limit := of.swiglu_limit) is not None:
+    if (limit := target.swiglu_limit) is not None:
         del fixed["gemm1_clamp_limit"]
-        said = f"Must be {limit} for every expert."
-        specs["gemm1_clamp_limit"] = {**FACTORS["gemm1_clamp_limit"], "description": said}
-        checks = LIMIT.format(experts=of.num_local_experts, limit=limit)
+        description = f"Must be {limit} for every expert."
+        specs["gemm1_clamp_limit"] = {**FACTORS["gemm1_clamp_limit"], "description": description}
+        checks = LIMIT.format(experts=target.num_local_experts, limit=limit)
         checked = "check_limit(gemm1_clamp_limit)\n    "
     specs |= ours["inputs"]
     inputs = {name: specs[name] for name in INPUTS if name in specs}
@@ -118,10 +118,10 @@ def files(
     ]
     spec = {**solution["spec"], "destination_passing_style": False}
     changed = {"inputs": inputs, "reference": ours["reference"] + entry("return layer({inputs})")}
-    made: dict[str, dict[str, Any]] = {}
+    texts: dict[str, dict[str, Any]] = {}
     for end, theirs in names.items():
-        name, below = solution["name"] + end, f"{solution['author']}/{of.op_type}/{theirs}"
-        made[f"definitions/{of.op_type}/{theirs}.json"] = {**ours, "name": theirs, **changed}
+        name, below = solution["name"] + end, f"{solution['author']}/{target.op_type}/{theirs}"
+        texts[f"definitions/{target.op_type}/{theirs}.json"] = {**ours, "name": theirs, **changed}
         own = {"name": name, "definition": theirs, "spec": spec, "sources": sources}
-        made[f"solutions/{below}/{name}.json"] = {**solution, **own}
-    return made
+        texts[f"solutions/{below}/{name}.json"] = {**solution, **own}
+    return texts

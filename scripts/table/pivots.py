@@ -15,7 +15,7 @@ from scripts.data.rows import ROOFLINE, Rows
 from scripts.table.tables import Table, joined, numbers, ratio
 
 Case = Mapping[str, str]
-"""The columns that tell cases apart, by what the table calls them."""
+"""The columns that identify a case, by their titles in the table."""
 SWEEP: Case = {"T": "tokens", "active": "active", "pairs": "pairs"}
 MODELS: Case = {"layer": "definition", "T": "tokens", "active": "active"}
 BATCHED: Case = {"experts": "experts", "tokens each": "rows", "fullest": "fullest"}
@@ -23,8 +23,7 @@ GEMM: Case = {"T": "tokens", "experts": "active", "rows": "rows", "N": "n", "K":
 
 
 def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFrame:
-    """The values by case and subject, both in the order of the rows; every case of the frame has a
-    line."""
+    """Return the values by case and subject, in the order of the rows. Every case has a line."""
     columns = list(case.values())
     at_clock = f.clock.isna() if clock is None else f.clock == clock
     timed = f[f.value.notna() & at_clock].drop_duplicates([*columns, "subject"], keep="last")
@@ -35,8 +34,8 @@ def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFr
 
 DONE_BEFORE = ("experts", "fused_moe fp8", "experts fp8", "experts fp8 up first",
                "experts fp8 token-major")  # fmt: skip
-"""Subjects that find done before the call what every peer does in it, the routing or quantising:
-they have times, but are not compared."""
+"""Subjects timed without the routing or quantisation that every peer does in its call: they have
+times, but are not compared."""
 
 
 def compared(values: pd.DataFrame) -> pd.DataFrame:
@@ -44,38 +43,38 @@ def compared(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def marked(values: pd.DataFrame, form: str) -> pd.DataFrame:
-    """As text, the least of a case with a *."""
+    """Return the values as text, the least of a case with a *."""
     least = values.eq(compared(values).min(axis=1), axis=0)
     return values.map(lambda v: number(v, form)) + least.map(lambda best: "*" if best else "")
 
 
 def roofline_of(f: pd.DataFrame, case: Case) -> "pd.Series[float]":
-    """Of each case, in the order of the rows."""
+    """Return the roofline of each case, in the order of the rows."""
     return f.groupby(list(case.values()), sort=False).roofline.first().astype(float)
 
 
 def called(rows: Rows, name: str) -> pd.DataFrame:
-    """The rows of a sweep but for what was not tried at all."""
+    """Return the rows of a sweep that were tried."""
     counts = ["tokens", "active", "pairs"]
     return rows.frame(name).dropna(subset=counts).astype(dict.fromkeys(counts, int))
 
 
 def peers_of(f: pd.DataFrame) -> "pd.Series[bool]":
-    """Whether a subject is someone else's, by its name."""
+    """Return, by subject, true if it is a peer."""
     return (
         f.dropna(subset=["peer"]).drop_duplicates("subject").set_index("subject").peer.astype(bool)
     )
 
 
 def versus(values: pd.DataFrame, peers: "pd.Series[bool]") -> "pd.Series[float]":
-    """Of each case the best peer's time over our best."""
+    """Return the best peer's time over our best, for each case."""
     values = compared(values)
     peer = peers.reindex(values.columns)
     return values.loc[:, peer.eq(True)].min(axis=1) / values.loc[:, peer.eq(False)].min(axis=1)
 
 
 def fastest_first(values: pd.DataFrame) -> list[str]:
-    """The subjects with the most cases first, and of these by their geometric means."""
+    """Return the subjects with the most cases first, and among equals by their geometric means."""
     logs = np.log(values)
     order = pd.DataFrame(
         {"missing": values.isna().sum(), "mean": logs.mean(), "name": values.columns}
@@ -84,7 +83,7 @@ def fastest_first(values: pd.DataFrame) -> list[str]:
 
 
 def named_cases(values: pd.DataFrame, case: Case) -> dict[str, Any]:
-    """The first columns of a table."""
+    """Return the first columns of a table, which name the cases."""
     index = values.index.to_frame().set_axis(list(case), axis=1).reset_index(drop=True)
     return {
         name: index[name].map(
@@ -95,57 +94,57 @@ def named_cases(values: pd.DataFrame, case: Case) -> dict[str, Any]:
 
 
 def sweep_table(rows: Rows, name: str) -> Table:
-    """Whole calls over the number of tokens, of one layer or several: the times by each clock, the
-    roofline, its share of the best time, and the best peer's time over ours."""
+    """Return whole calls over the number of tokens, of one layer or several: the times by each
+    clock, the roofline, its share of the best time, and the best peer's time over ours."""
     f = called(rows, name)
     case = MODELS if f.definition.nunique() > 1 else SWEEP
     values = [wide(f, case, clock) for clock in CLOCKS]
     subjects = fastest_first(values[-1])
-    subjects += [name for of in values for name in of if name not in subjects]
-    values = [of.reindex(columns=subjects).reset_index(drop=True) for of in values]
+    subjects += [name for ms in values for name in ms if name not in subjects]
+    values = [ms.reindex(columns=subjects).reset_index(drop=True) for ms in values]
     roofline = roofline_of(f, case).reset_index(drop=True)
     lines = {**named_cases(wide(f, case), case), "roofline": numbers(roofline, ".3f")}
-    found = pd.concat([pd.DataFrame(lines), joined(marked(of, ".4f") for of in values)], axis=1)
-    found.columns = [short_name(name) for name in found]
-    shares = [(roofline / compared(of).min(axis=1)).map(percent) for of in values]
-    ratios = [versus(of, peers_of(f)).map(ratio) for of in values]
-    found["roofline / best"], found["best peer / our best"] = joined(shares), joined(ratios)
+    frame = pd.concat([pd.DataFrame(lines), joined(marked(ms, ".4f") for ms in values)], axis=1)
+    frame.columns = [short_name(name) for name in frame]
+    shares = [(roofline / compared(ms).min(axis=1)).map(percent) for ms in values]
+    ratios = [versus(ms, peers_of(f)).map(ratio) for ms in values]
+    frame["roofline / best"], frame["best peer / our best"] = joined(shares), joined(ratios)
     title = "Harness/device time in ms, * the fastest"
-    return Table(found, left=int("layer" in case), title=title)
+    return Table(frame, left=int("layer" in case), title=title)
 
 
 def batched_table(rows: Rows) -> Table:
-    """Experts of tokens that lie by expert: device us, the roofline, its share of our time, the
-    best peer's time over our best."""
+    """Return the experts on tokens that lie by expert: device us, the roofline, its share of our
+    time, the best peer's time over our best."""
     f = rows.frame("batched")
     values, peer = wide(f, BATCHED), peers_of(f)
     roofline = roofline_of(f, BATCHED).reindex(values.index)
-    found = pd.concat(
+    frame = pd.concat(
         [pd.DataFrame(named_cases(values, BATCHED)), marked(values, ".1f").reset_index(drop=True)],
         axis=1,
     )
     ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
-    found["roofline"] = numbers(roofline, ".1f").to_numpy()
-    found["roofline / ours"] = (roofline / ours).map(percent).to_numpy()
-    found["best peer / our best"] = versus(values, peer).map(ratio).to_numpy()
-    return Table(found, left=0, title="Device us, * the fastest")
+    frame["roofline"] = numbers(roofline, ".1f").to_numpy()
+    frame["roofline / ours"] = (roofline / ours).map(percent).to_numpy()
+    frame["best peer / our best"] = versus(values, peer).map(ratio).to_numpy()
+    return Table(frame, left=0, title="Device us, * the fastest")
 
 
 def failed_table(f: pd.DataFrame) -> Table:
-    """What has no time, and why."""
+    """Return the calls without a time, and the reasons."""
     f = f[f.error.notna()]
     named = pd.DataFrame(
         {"layer": f.definition, "call": f.subject.map(short_name), "error": f.error}
     )
     named["T"] = f.tokens.map(lambda tokens: f"{tokens:.0f}")
     by = ["layer", "call", "error"]
-    found = named.groupby(by, sort=False, dropna=False, as_index=False)["T"].agg(", ".join)
-    several = found.layer.nunique() > 1
-    return Table(found[[*["layer"] * several, "call", "T", "error"]], left=4, title="Failed")
+    failures = named.groupby(by, sort=False, dropna=False, as_index=False)["T"].agg(", ".join)
+    several = failures.layer.nunique() > 1
+    return Table(failures[[*["layer"] * several, "call", "T", "error"]], left=4, title="Failed")
 
 
 def models_summary(rows: Rows, name: str) -> Table:
-    """Sweeps of several layers in few words: layers down, tokens across."""
+    """Summarise sweeps of several layers: layers down, tokens across."""
     f, rates = called(rows, name), rows.measurements[name]["rates"]
     values, peer = compared(1e3 * wide(f, MODELS)), peers_of(f)
     ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
@@ -153,18 +152,18 @@ def models_summary(rows: Rows, name: str) -> Table:
     steps = [stepwise_ms(case, rates, find_layer(case["definition"])) for case in cases]
     roofline = roofline_of(f, MODELS)
     stepwise = pd.Series(steps, values.index).clip(lower=roofline)
-    shares = [(1e3 * of / ours).map(lambda of: percent(of).replace(" ", ""))
-              for of in (roofline, stepwise)]  # fmt: skip
-    said = shares[0] + ", " + shares[1] + ", " + versus(values, peer).map(ratio)
-    cells = numbers(ours, ".1f") + " (" + said + ")"
+    shares = [(1e3 * part / ours).map(lambda part: percent(part).replace(" ", ""))
+              for part in (roofline, stepwise)]  # fmt: skip
+    text = shares[0] + ", " + shares[1] + ", " + versus(values, peer).map(ratio)
+    cells = numbers(ours, ".1f") + " (" + text + ")"
     cells.index = cells.index.droplevel("active")
-    found = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
-    found.columns = [f"T={tokens:.0f}" for tokens in found]
+    frame = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
+    frame.columns = [f"T={tokens:.0f}" for tokens in frame]
     title = (
         "Our best device time in us (roofline over it; the same of two GEMMs and a combine one by "
         "one, whose intermediates go through memory; best peer's time over it)"
     )
-    return Table(found.rename_axis("layer").reset_index(), title=title)
+    return Table(frame.rename_axis("layer").reset_index(), title=title)
 
 
 KERNEL_COLUMNS = {
@@ -177,12 +176,12 @@ KERNEL_COLUMNS = {
     "roofline us": ("roofline", 1, ".2f"),
     "% of roofline": ("percent", 1, ".0f"),
 }
-"""Column of a kernel's row, what it is divided by, and its format."""
+"""A column of a kernel's row, its divisor, and its format."""
 
 
 def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
-    """A call's kernels in the order of launch, then the span from the first start to the last
-    end, and the call without the profiler."""
+    """Return a call's kernels in the order of launch, then the span from the first start to the
+    last end, and the call without the profiler."""
     f = rows.frame("kernels")
     f = f[(f.subject == solution) & (f.uuid == uuid) & f.value.notna()]
     f = f.reindex(columns=list(dict.fromkeys([*f, "gap", "bytes", "flops"])))
@@ -192,35 +191,35 @@ def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
         tflops=f.flops / f.value / 1e6,
         percent=100 * f.roofline / f.value,
     )
-    found = pd.DataFrame({"kernel": f.part})
+    frame = pd.DataFrame({"kernel": f.part})
     for name, (column, by, form) in KERNEL_COLUMNS.items():
-        found[name] = numbers(f[column].astype(float) / by, form)
+        frame[name] = numbers(f[column].astype(float) / by, form)
     spread = f.p10.map("{:.2f}-".format) + f.p90.map("{:.2f}".format)
-    found["p10-p90"] = spread.where(f.p10.notna(), "-")
-    return Table(found)
+    frame["p10-p90"] = spread.where(f.p10.notna(), "-")
+    return Table(frame)
 
 
 def tuned_table(rows: Rows) -> Table:
-    """Of each number of tokens the fastest pair of configs, what ships, and what that loses."""
+    """Return the fastest pair of configs at each T, the shipped pair, and its loss."""
     f = rows.frame("tune_layer").dropna(subset=["best"])
-    found = pd.DataFrame({"T": f.tokens.astype(int).astype(str), "best": f.best})
-    found["us"] = numbers(f.best_us, ".1f")
-    found["shipped"] = f.subject.where(f.subject != f.best, "the best")
-    found["loss"] = numbers(f.value, ".1f", " %").replace("-", "not run")
-    return Table(found, left=0)
+    frame = pd.DataFrame({"T": f.tokens.astype(int).astype(str), "best": f.best})
+    frame["us"] = numbers(f.best_us, ".1f")
+    frame["shipped"] = f.subject.where(f.subject != f.best, "the best")
+    frame["loss"] = numbers(f.value, ".1f", " %").replace("-", "not run")
+    return Table(frame, left=0)
 
 
-# --- what follows a run of the benchmark ----------------------------------------------------------
+# --- measurements that follow a benchmark run -----------------------------------------------------
 
 
 def pairs_table(rows: Rows, name: str) -> Table:
-    """A line for each workload and solution: accuracy, times in ms, or what went wrong."""
+    """Return a line for each workload and solution: accuracy, times in ms, or the error."""
     f = rows.frame(name)
     by = ["tokens", "uuid", "subject"]
-    found = f.groupby(by, sort=False)[["cosine", "calc_diff", "error"]].first()
+    by_pair = f.groupby(by, sort=False)[["cosine", "calc_diff", "error"]].first()
     for clock in CLOCKS:
-        found[f"{clock} ms"] = f[f.clock == clock].set_index(by).value.astype(float)
-    shown = found.reset_index()
+        by_pair[f"{clock} ms"] = f[f.clock == clock].set_index(by).value.astype(float)
+    shown = by_pair.reset_index()
     shown["uuid"] = shown.uuid.astype(str).str[:8]
     shown["error"] = shown.error.astype(object).fillna("").astype(str).str[:60]
     forms = {"cosine": ".6f", "calc_diff": ".1e"} | {f"{clock} ms": ".4f" for clock in CLOCKS}
@@ -231,7 +230,7 @@ def pairs_table(rows: Rows, name: str) -> Table:
 
 
 def roofline_table(rows: Rows, layer: MoeDefinition) -> Table:
-    """What bounds every workload."""
+    """Return the bound of every workload: memory or compute."""
     rates, lines = rows.measurements[ROOFLINE]["rates"], []
     for row in rows.rows_of(ROOFLINE):
         reading, computing = roofline_ms(row, rates, row["value"], layer)
@@ -246,9 +245,9 @@ def roofline_table(rows: Rows, layer: MoeDefinition) -> Table:
 
 
 def gemm_frame(rows: Rows, name: str) -> pd.DataFrame:
-    """The rows of a measurement of GEMMs that have a time, with what follows from it. `shipped` is
-    the subject or, of a config beside the shipped one ("flat, next larger"), which only says what
-    would have been better, its solution: `beside` says that it is one."""
+    """Return the rows of a measurement of GEMMs that have a time, with derived figures. `shipped`
+    is the subject. For a config beside the shipped one ("flat, next larger"), which only tells if
+    that would have been better, it is the solution, and `beside` is true."""
     f = rows.frame(name)
     f = f[f.value.notna()].reset_index(drop=True)
     f["read"] = f["read"] if "read" in f else np.nan
@@ -271,59 +270,59 @@ def gemm_frame(rows: Rows, name: str) -> pd.DataFrame:
 
 
 def compute_bound(f: pd.DataFrame, rates: Mapping[str, float]) -> "pd.Series[bool]":
-    """Of the rows of a gemm_frame whether the FLOPs take longer than the bytes."""
+    """Return, for the rows of a gemm_frame, true if the FLOPs take longer than the bytes."""
     return 1e12 * f.tflops / rates["fp8_flops_per_s"] > 1e9 * f.gbytes / bandwidth(rates)
 
 
 def first_of_ours(f: pd.DataFrame) -> str:
-    """The subject that a measurement is about: a solution as it ships, or the first config of ours;
-    empty where there is none."""
+    """Return the subject that a measurement is about: a shipped solution, or the first config of
+    ours; empty if there is none."""
     ours = f[~f.peer.astype(bool) & ~f.beside].subject
     return "" if ours.empty else str(ours.iloc[0])
 
 
 def best_known(f: pd.DataFrame) -> pd.DataFrame:
-    """Of each problem the fastest of the shipped config of ours and of those beside it."""
+    """Return each problem's fastest of our shipped config and those beside it."""
     mine = f[f.shipped == first_of_ours(f)]
     return mine.sort_values("us").drop_duplicates(list(GEMM.values()))
 
 
 def gemm_table(f: pd.DataFrame) -> Table:
-    """Problems down, the subjects across in us, ours against the best peer, our TFLOP/s; where
-    configs beside the shipped one were timed, the best known one's time."""
+    """Return problems down, the subjects across in us, ours against the best peer, and our TFLOP/s.
+    If configs beside the shipped one were timed, also the time of the best known one."""
     first = first_of_ours(f)
     values = wide(f[~f.beside], GEMM, None)
 
-    def of(rows: pd.DataFrame) -> pd.DataFrame:
+    def by_case(rows: pd.DataFrame) -> pd.DataFrame:
         return rows.set_index(list(GEMM.values())).reindex(values.index)
 
-    ours = of(f[f.subject == first])
-    found = pd.concat(
+    ours = by_case(f[f.subject == first])
+    frame = pd.concat(
         [pd.DataFrame(named_cases(values, GEMM)), marked(values, ".1f").reset_index(drop=True)],
         axis=1,
     )
     if f.beside.any():
-        found[f"{first}, best known"] = numbers(of(best_known(f)).us, ".1f").to_numpy()
-    found["best peer / ours"] = ours.vs_best_peer.map(ratio).to_numpy()
-    found["TFLOP/s"] = numbers(ours.tflops, ".0f").to_numpy()
-    found["TB/s"] = numbers(ours.gbytes / 1e3, ".2f").to_numpy()
-    return Table(found if f.tokens.any() else found.drop(columns="T"), left=0)
+        frame[f"{first}, best known"] = numbers(by_case(best_known(f)).us, ".1f").to_numpy()
+    frame["best peer / ours"] = ours.vs_best_peer.map(ratio).to_numpy()
+    frame["TFLOP/s"] = numbers(ours.tflops, ".0f").to_numpy()
+    frame["TB/s"] = numbers(ours.gbytes / 1e3, ".2f").to_numpy()
+    return Table(frame if f.tokens.any() else frame.drop(columns="T"), left=0)
 
 
 def ratios_table(f: pd.DataFrame) -> Table:
-    """The ratio to the best peer of each of our subjects: over all problems, and for each row count
-    (even rows) or weight shape (workloads)."""
+    """Return the ratio to the best peer of each of our subjects: over all problems, and for each
+    row count (even rows) or weight shape (workloads)."""
     ours = f[~f.peer.astype(bool) & f.vs_best_peer.notna()]
     shape = ours.n.astype(str) + "x" + ours.k.astype(str)
     each = shape.where(ours.tokens > 0, ours["rows"].map("{:g} rows".format))
     both = pd.concat([ours.assign(of="all"), ours.assign(of=each)])
     grouped = both.groupby(["subject", "of"], sort=False).vs_best_peer
-    found = grouped.agg(problems="count", median="median", min="min")
-    found["below 1.0"] = (
+    frame = grouped.agg(problems="count", median="median", min="min")
+    frame["below 1.0"] = (
         both[both.vs_best_peer < 1]
         .groupby(["subject", "of"])
         .size()
-        .reindex(found.index, fill_value=0)
+        .reindex(frame.index, fill_value=0)
     )
-    found[["median", "min"]] = found[["median", "min"]].map(lambda value: number(value, ".3f", "x"))
-    return Table(found.reset_index().astype(str), left=2, title="Ratio to the best peer")
+    frame[["median", "min"]] = frame[["median", "min"]].map(lambda value: number(value, ".3f", "x"))
+    return Table(frame.reset_index().astype(str), left=2, title="Ratio to the best peer")

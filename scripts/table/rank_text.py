@@ -1,4 +1,4 @@
-"""Whole rankings as text, Markdown and JSON."""
+"""Rankings as text, Markdown and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ METHODS = {
 
 
 def headline(ranking: Ranking) -> list[str]:
-    """What was ranked, in a line, and what must be known of it."""
+    """Return a line that says what was ranked, and the remarks that a reader needs."""
     if ranking.cpu:
         tokens = ", ".join(str(length) for length, _ in ranking.workloads)
         by = f"kernels for {ranking.emulated}, emulated" if ranking.emulated else "reference model"
@@ -29,7 +29,7 @@ def headline(ranking: Ranking) -> list[str]:
     else:
         count = f"{len(ranking.workloads)} workloads, {len(ranking.summary)} solutions"
         title = f"{ranking.hardware}: {count}"
-    said = {
+    lines = {
         f"Timing: {ranking.timing}.": ranking.timing and not ranking.cpu,
         f"Tolerance: {ranking.tolerance}.": ranking.tolerance,
         "The kernels were run by the emulator: there is no time.": ranking.emulated,
@@ -37,15 +37,15 @@ def headline(ranking: Ranking) -> list[str]:
         f"{ranking.superseded} older results of the same pairs are left out.": ranking.superseded,
         f"Not run: {say_skipped(ranking.skipped)}.": ranking.skipped,
     }
-    return [title, *(line for line, holds in said.items() if holds), *ranking.remarks]
+    return [title, *(line for line, holds in lines.items() if holds), *ranking.remarks]
 
 
 def notes(ranking: Ranking) -> str:
-    """What the figures of a ranking's tables are."""
+    """Explain the figures of a ranking's tables."""
     by_device = ranking.by == "device"
     order = "geometric mean of the device times" if by_device else "mean speed-up"
     clocks = len(ranking.clocks) > 1
-    said = {
+    lines = {
         "Speed-ups are over the definition's reference, averaged over the passed workloads.": True,
         "wins: workloads on which the solution is the fastest.": True,
         "vs best peer: geometric mean of the fastest peer's time over the solution's.": (
@@ -58,7 +58,7 @@ def notes(ranking: Ranking) -> str:
             ranking.summary.solution.str.startswith(PREFIX).any()
         ),
     }
-    return " ".join(line for line, holds in said.items() if holds)
+    return " ".join(line for line, holds in lines.items() if holds)
 
 
 def say_method(method: str) -> str:
@@ -66,20 +66,22 @@ def say_method(method: str) -> str:
 
 
 def say_clocks(ranking: Ranking) -> str:
-    """What the times by a ranking's clocks are."""
-    said = f"harness ms: {ranking.timing}, host included."
+    """Explain the times by a ranking's clocks."""
+    text = f"harness ms: {ranking.timing}, host included."
     if "device" not in ranking.clocks:
-        return f"{said} Means over the workloads. The time on the GPU alone is not recorded."
-    return f"{said} device ms: {say_device(ranking)}"
+        return f"{text} Means over the workloads. The time on the GPU alone is not recorded."
+    return f"{text} device ms: {say_device(ranking)}"
 
 
 def say_device(ranking: Ranking) -> str:
-    """What the device times are, and of which solutions they were taken in another way."""
+    """Explain the device times, and name the solutions that were timed in another way."""
     f = ranking.results[ranking.results.device.notna()]
-    found = f.solution.map(short_name).groupby(f.method).unique()
-    usual, *others = sorted(found.index, key=lambda method: (-len(found[method]), method)) or [""]
+    by_method = f.solution.map(short_name).groupby(f.method).unique()
+    usual, *others = sorted(
+        by_method.index, key=lambda method: (-len(by_method[method]), method)
+    ) or [""]
     methods = say_method(usual)
-    methods += "".join(f"; {', '.join(sorted(found[m]))}: {say_method(m)}" for m in others)
+    methods += "".join(f"; {', '.join(sorted(by_method[m]))}: {say_method(m)}" for m in others)
     return f"on the GPU alone ({methods}). (n): only n workloads timed."
 
 
@@ -102,27 +104,26 @@ def print_rankings(ranked: Sequence[Ranking], style: str = "text") -> str:
 
 
 def to_json(ranking: Ranking) -> dict[str, Any]:
-    """Everything that the tables are made of, figures as numbers: `summary` has an object for each
-    solution, `results` for each result."""
+    """Return all data of the tables, figures as numbers: `summary` has an object for each solution,
+    `results` for each result."""
     fields = "hardware timing tolerance cpu emulated by superseded against remarks skipped".split()
     frames = {"summary": ranking.summary, "results": ranking.results}
     frames["results"] = ranking.results.drop(columns=["trace", "checks"])
     rows = {n: f.astype(object).where(f.notna(), None) for n, f in frames.items()}
-    said = {name: getattr(ranking, name) for name in fields}
-    return finite(said | {name: f.to_dict("records") for name, f in rows.items()})
+    header = {name: getattr(ranking, name) for name in fields}
+    return finite(header | {name: f.to_dict("records") for name, f in rows.items()})
 
 
-# --- what bench prints on a machine without a GPU -------------------------------------------------
+# --- the output of bench on a machine without a GPU -----------------------------------------------
 
 
 def without_gpu(ranked: Sequence[Ranking], records: "Sequence[Recorded]") -> str:
-    """Which solutions are right, by what ran here, and how fast they are, by what is recorded of
-    real GPUs."""
+    """Return the solutions' correctness from this run, and their speed from records of GPUs."""
     return "\n\n".join([*map(print_ranking, ranked), *map(recorded_ranking, records)])
 
 
 def recorded_ranking(recorded: "Recorded") -> str:
-    """The ranking of a recorded run, and whether it is of the present sources."""
+    """Return the ranking of a recorded run, and a remark if the sources have changed since."""
     main = recorded.main
     lines = [
         f"Recorded on {main.hardware}, {recorded.day}, {len(main.workloads)} workloads; not "

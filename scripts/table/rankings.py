@@ -1,9 +1,9 @@
 """Rankings: the results that compare, and the statistics of each solution.
 
-A ranking holds results of one machine, timing method and tolerance, and of one source of each
-solution; what does not compare is kept apart or said. There are two clocks: the harness's
-(flashinfer-bench's own figure, host included) and the device's (`measure times`), where a record
-has it. Ratios between solutions are formed of latencies of one run.
+A ranking has results of one machine, timing method and tolerance, and of one source of each
+solution. Results that do not compare are in other rankings or in remarks. There are two clocks: the
+harness's (flashinfer-bench's own figure, host included) and the device's (`measure times`), if a
+record has it. Ratios between solutions are formed of latencies of one run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from scripts.data.results import ACCURACY, CLOCKS, TOLERANCES, Clock
 from scripts.data.traces import read_run
 
 Checks = Mapping[str, Mapping[str, Any]]
-"""The row of each check of bits: how many tokens were compared and how many of them differ."""
+"""The row of each check of bits: the number of compared tokens, and of those that differ."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Ranking:
 
     `results` are those of `read_results` by tokens, workload and solution, with columns that begin
     with a clock's name: `_vs_peer`, `_against` and `_wins`. `summary` has a row for each solution,
-    in the order of the ranking: counts, speed-ups over the reference, the same figures of each
-    clock over the workloads that it passed, and the worst accuracy.
+    in the order of the ranking: counts, speed-ups over the reference, each clock's figures over the
+    workloads that the solution passed, and the worst accuracy.
     """
 
     hardware: str
@@ -57,22 +57,21 @@ class Ranking:
 
     @property
     def compares_peers(self) -> bool:
-        """Whether there are both peers and others, so that a ratio between them means something."""
+        """True if there are both peers and other solutions, so that a ratio between them exists."""
         return self.summary.peer[self.summary.passed > 0].nunique() == 2
 
     @property
     def failed(self) -> bool:
-        """Whether anything did."""
+        """True if any result failed."""
         return not self.results.passed.all()
 
     @property
     def hashes(self) -> dict[str, set[str]]:
-        """Of the sources that were measured, by solution."""
+        """The hashes of the measured sources, by solution."""
         return self.results.groupby("solution").hash.agg(set).to_dict()
 
     def references(self) -> "pd.Series[float]":
-        """ms of each workload's reference: the median, as each result carries what was measured
-        beside it."""
+        """Return the ms of each workload's reference: the median over the results' own runs."""
         return self.results.groupby("uuid").reference_ms.median()
 
 
@@ -86,7 +85,7 @@ FIGURES = [
 
 
 def compared(results: pd.DataFrame, against: str | None) -> pd.DataFrame:
-    """The results in order, with what their times are beside others of the same run."""
+    """Return the results in order, with ratios of their times to others of the same run."""
     f = results.sort_values(["tokens", "uuid", "solution"], ignore_index=True)
     f = f.astype(dict.fromkeys(FIGURES, float))
     runs = pd.MultiIndex.from_frame(f[["uuid", "run"]])
@@ -100,9 +99,12 @@ def compared(results: pd.DataFrame, against: str | None) -> pd.DataFrame:
 
 
 def summary_of(results: pd.DataFrame) -> pd.DataFrame:
-    """The frame `summary` of a ranking, by name, without the texts."""
+    """Return the frame `summary` of a ranking, by name, without the texts."""
     g = results.groupby("solution")
-    positive = ["speedup", *(clock + of for clock in CLOCKS for of in ("", "_vs_peer", "_against"))]
+    positive = [
+        "speedup",
+        *(clock + end for clock in CLOCKS for end in ("", "_vs_peer", "_against")),
+    ]
     geomean = np.exp(np.log(results[positive]).groupby(results.solution).mean())
     columns = {
         "solution": g.solution.first(),
@@ -119,7 +121,7 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
         "cosine": g.cosine.min(),
         "calc_diff": g.calc_diff.max(),
         **{name: g[name].min() for name in TOLERANCES},
-        "checks": pd.Series({name: next(filter(None, of), {}) for name, of in g.checks}),
+        "checks": pd.Series({name: next(filter(None, each), {}) for name, each in g.checks}),
     }
     for clock in CLOCKS:
         columns |= {
@@ -135,8 +137,8 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
-    """The fastest first. A solution that fails somewhere, or has fewer times of this clock, stands
-    behind those that pass as often: speed over fewer workloads is not comparable."""
+    """Sort the fastest first. A solution that fails somewhere, or has fewer times of this clock,
+    comes behind those that pass as often: speed over fewer workloads is not comparable."""
     order = ["passed", "device_count", "device_geomean_ms", "solution"]
     ascending = [False, False, True, True]
     if by == "harness":
@@ -144,20 +146,20 @@ def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
     return summary.sort_values(order, ascending=ascending, ignore_index=True)
 
 
-# --- what is said of the results ------------------------------------------------------------------
+# --- remarks on the results -----------------------------------------------------------------------
 
 
 def _latest(group: pd.DataFrame) -> tuple[pd.DataFrame, int, list[str]]:
-    """The results that count, how many older ones of the same pairs and sources do not, and remarks
-    on other sources: of each solution the source measured last counts."""
+    """Return the results that count, the number of older ones of the same pairs and sources, and
+    remarks on other sources: each solution's last measured source counts."""
     ordered = group.sort_values("timestamp", kind="stable")
     last = ordered.solution.map(ordered.groupby("solution").hash.last())
     counted, others = ordered[ordered.hash == last], ordered[ordered.hash != last]
     remarks = []
-    for name, of in others.assign(last=last).groupby("solution"):
-        left = ", ".join(dict.fromkeys(digest[:8] or "unknown" for digest in of.hash))
+    for name, old in others.assign(last=last).groupby("solution"):
+        left = ", ".join(dict.fromkeys(digest[:8] or "unknown" for digest in old.hash))
         remarks.append(
-            f"{name} is ranked with its source {of['last'].iloc[0][:8] or 'unknown'}; {len(of)} "
+            f"{name} is ranked with its source {old['last'].iloc[0][:8] or 'unknown'}; {len(old)} "
             f"results of other sources ({left}) are left out."
         )
     chosen = counted.drop_duplicates(["uuid", "solution"], keep="last")
@@ -165,31 +167,31 @@ def _latest(group: pd.DataFrame) -> tuple[pd.DataFrame, int, list[str]]:
 
 
 def _different_software(results: pd.DataFrame) -> list[str]:
-    """Remarks on packages of which the results were measured with several versions."""
-    found: dict[str, list[str]] = {}
+    """Return remarks on packages that the results were measured with in several versions."""
+    by_package: dict[str, list[str]] = {}
     for name, version in sorted({pair for software in results.software for pair in software}):
-        found.setdefault(name, []).append(version)
+        by_package.setdefault(name, []).append(version)
     return [
         f"Measured with different versions of {name}: {', '.join(versions)}."
-        for name, versions in found.items()
+        for name, versions in by_package.items()
         if len(versions) > 1
     ]
 
 
 def _several_runs(results: pd.DataFrame) -> list[str]:
-    """A remark where results of several runs stand side by side: each run timed the reference
+    """Return a remark if results of several runs stand side by side: each run timed the reference
     anew, on its own host."""
-    said = []
+    places = []
     for (length, _), here in results.groupby(["tokens", "uuid"]):
         if here.run.nunique() > 1:
             times = here.reference_ms.dropna()
             between = f" ({times.min():.2f} to {times.max():.2f} ms)" if len(times) else ""
-            said.append(f"T={length}{between}")
+            places.append(f"T={length}{between}")
     return [
-        f"Results of several runs stand side by side at {', '.join(said)} (in brackets what the "
+        f"Results of several runs stand side by side at {', '.join(places)} (in brackets what the "
         "reference took): each speed-up is over its own run's reference, ratios between solutions "
         "are formed within a run; wins and the fastest's mark are not."
-    ] * bool(said)
+    ] * bool(places)
 
 
 # --- from results to rankings ---------------------------------------------------------------------
@@ -203,12 +205,12 @@ def rankings(
     peers: Sequence[str] = (),
     by: Clock = "harness",
 ) -> list[Ranking]:
-    """One ranking for each machine, timing method and tolerance among the results, and one of what
-    was emulated, where nothing has a time.
+    """Return one ranking for each machine, timing method and tolerance among the results, and one
+    of emulated results, which have no times.
 
-    `peers` are patterns of the names that count as peers; without them, all that are not ours do.
-    `by` is the clock that orders. UsageError for `against`, a pattern or a clock that nothing has
-    figures of.
+    `peers` are patterns of the names that count as peers. Without them, all solutions but ours do.
+    `by` is the clock that orders. Raises UsageError: `against`, a pattern or the clock has no
+    figures.
     """
     chosen = results.solution.map(lambda name: matches(name, solutions)).astype(bool)
     if hardware is not None:
@@ -223,7 +225,7 @@ def rankings(
             raise UsageError(f"--peers {pattern}: no trace of such a solution")
     if peers:
         f = f.assign(peer=f.solution.map(lambda name: matches(name, peers)).astype(bool))
-    found = []
+    result = []
     same = ["hardware", "timing", "cpu", "tolerance", "emulated"]
     for (where, timing, cpu, tolerance, emulated), group in f.groupby(same):
         latest, superseded, remarks = _latest(group)
@@ -233,7 +235,7 @@ def rankings(
         skipped: dict[str, str] = {}
         for source in sorted(group.source.unique()):
             skipped |= sorted(read_run(Path(source)).get("skipped", {}).items())
-        found.append(
+        result.append(
             Ranking(
                 hardware=where,
                 timing=timing,
@@ -253,4 +255,4 @@ def rankings(
                 remarks=[*remarks, *_several_runs(ranked), *_different_software(ranked)],
             )
         )
-    return found
+    return result

@@ -1,5 +1,4 @@
-"""What a run's directory holds: traces.jsonl with run.json, and rows.jsonl of whatever else was
-measured."""
+"""A run's directory: traces.jsonl with run.json, and rows.jsonl with the other measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,13 +37,13 @@ class Recorded:
 
     @property
     def day(self) -> str:
-        """When the run was made; empty where run.json does not say it."""
+        """The day of the run; empty if run.json does not have it."""
         return self.info.get("environment", {}).get("time", "")[:10]
 
     def limits(self, ranking: Ranking) -> pd.DataFrame:
-        """The roofline of every workload, by its uuid, if it was measured on the ranking's GPU:
-        `ms`, and `tbytes` of weights where reading takes longer, `tflop` where FLOPs do."""
-        found = {}
+        """Return the roofline of every workload, by its uuid, if it was measured on the ranking's
+        GPU: `ms`, and `tbytes` of weights if reading takes longer, or `tflop` if the FLOPs do."""
+        by_uuid = {}
         of_gpu = [row for gpu, row in self.rows.every(ROOFLINE) if gpu == ranking.hardware]
         for w in (row for row in of_gpu if row["of"] == of_gpu[-1]["of"]):  # the latest of them
             layer, rates = find_layer(self.definition), self.rows.heads[w["of"]]["rates"]
@@ -52,15 +51,15 @@ class Recorded:
             reads = {"tbytes": w["active"] * weight_bytes(layer) / 1e12}
             flops = {"tflop": w["pairs"] * pair_flops(layer) / 1e12}
             bound = reads if reading >= computing else flops
-            found[w["uuid"]] = {"ms": max(reading, computing), **bound}
-        return pd.DataFrame(found.values(), list(found), ["ms", "tbytes", "tflop"], dtype=float)
+            by_uuid[w["uuid"]] = {"ms": max(reading, computing), **bound}
+        return pd.DataFrame(by_uuid.values(), list(by_uuid), ["ms", "tbytes", "tflop"], dtype=float)
 
     def roofline_ms(self, ranking: Ranking) -> dict[str, float]:
         return self.limits(ranking).ms.to_dict()
 
 
 def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> Recorded:
-    """Everything that the directory holds; UsageError without traces."""
+    """Read the content of the directory. Raises UsageError: there are no traces."""
     traces = directory / "traces.jsonl"
     if not traces.is_file():
         raise UsageError(f"{directory} has no traces.jsonl")
@@ -73,7 +72,7 @@ def read(directory: Path, peers: Sequence[str] = (), by: Clock = "harness") -> R
 
 
 def recorded_runs(root: Path = RESULTS_DIR, definition: str = DEFINITION) -> list[Recorded]:
-    """The latest record of every GPU that is of the definition."""
+    """Return the latest record of the definition for every GPU."""
     latest = {
         path.parents[1].name: path.parent
         for path in sorted(root.glob("*/*/traces.jsonl"))
@@ -83,7 +82,7 @@ def recorded_runs(root: Path = RESULTS_DIR, definition: str = DEFINITION) -> lis
 
 
 def find_run(path: Path | None) -> Path:
-    """The directory of a run: the given one, or the latest of `bench`. Raises UsageError."""
+    """Return the directory of a run: the named one, or the latest of `bench`. Raises UsageError."""
     if path is not None:
         return path.parent if path.is_file() else path
     runs = sorted(TRACES_DIR.glob("*/traces.jsonl"))

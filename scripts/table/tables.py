@@ -1,8 +1,8 @@
-"""Tables of rankings. A table is a frame of text whose columns are its header; text, Markdown and
-HTML are renderings of it, and so terminal, pages and reports show the same ones.
+"""Tables of rankings. A table is a frame of text whose columns are its header. Text, Markdown and
+HTML are renderings of it, so terminal, pages and reports show the same tables.
 
-Where a ranking has device times, a cell holds "harness/device": the time that flashinfer-bench
-measured, with the host's part, and that of `measure times` on the GPU alone.
+If a ranking has device times, a cell is "harness/device": the time that flashinfer-bench measured,
+host included, and that of `measure times` on the GPU alone.
 """
 
 import functools
@@ -30,13 +30,13 @@ BITS_NOTE = (
 
 @dataclass(frozen=True)
 class Table:
-    """A table and how it is laid out.
+    """A table and its layout.
 
     Attributes:
-        frame: of text; a * marks what is the fastest.
-        left: how many columns, from the first on, are aligned to the left.
-        title, note: of the table, where it has one.
-        folded: whether an HTML page shows its title alone until the reader unfolds it.
+        frame: of text; a * marks the fastest.
+        left: the number of first columns that are aligned to the left.
+        title, note: text above and below the table; may be empty.
+        folded: true if an HTML page shows only the title until the reader unfolds it.
     """
 
     frame: pd.DataFrame
@@ -49,7 +49,7 @@ class Table:
         return not self.frame.empty
 
     def text(self) -> str:
-        """For a terminal: two blanks between the columns, no frame."""
+        """Return the table for a terminal: two blanks between the columns, no frame."""
         lines = self._aligned(printable, "simple").split("\n")
         return "\n".join(line.rstrip() for line in lines)
 
@@ -68,7 +68,7 @@ class Table:
         )
 
     def html(self) -> str:
-        """An HTML table whose class says how many columns are aligned to the left."""
+        """Return an HTML table whose class has the number of left-aligned columns."""
         shown = self.frame.map(printable).rename(columns=printable)
         with pd.option_context("display.max_colwidth", None):
             return shown.to_html(index=False, border=0, justify="unset", classes=f"left{self.left}")
@@ -82,14 +82,14 @@ ratio = functools.partial(number, unit="x")
 
 
 def joined(columns: Iterable[Any]) -> Any:
-    """A column, or a frame, with the texts of several: one for each clock."""
+    """Return one column, or frame, with the texts of several: one for each clock."""
     return functools.reduce(lambda first, next: first + "/" + next, columns)
 
 
 def by_clock(
     ranking: Ranking, frame: pd.DataFrame, name: str, show: Callable[[Any], str] = ratio
 ) -> "pd.Series[str]":
-    """A column with what the frame has by each clock that has figures."""
+    """Return a column with the frame's figures by each clock that has any."""
     return joined(frame[f"{clock}_{name}"].map(show) for clock in ranking.clocks)
 
 
@@ -101,11 +101,11 @@ def _passed(summary: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Series[str]":
-    """A clock's means, and of how many workloads where some that passed have no time."""
+    """Return a clock's means, with the number of workloads if some that passed have no time."""
     count = summary[f"{clock}_count"]
     partly = (count > 0) & (count < summary.passed)
-    of = (" (" + count.astype(str) + ")").where(partly, "")
-    return numbers(summary[f"{clock}_{mean}"], form) + of
+    counts = (" (" + count.astype(str) + ")").where(partly, "")
+    return numbers(summary[f"{clock}_{mean}"], form) + counts
 
 
 def summary_table(ranking: Ranking) -> Table:
@@ -132,9 +132,9 @@ def summary_table(ranking: Ranking) -> Table:
 
 
 def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
-    """The ranking in as few columns as say it: the mean time by each clock, and, by the clock that
-    is nearest to the kernels, the speed against the best peer and how near the limits the solution
-    comes; `limits` are those of `Recorded.limits`, which have a row below the solutions."""
+    """Return the ranking in as few columns as possible: the mean time by each clock, and by the
+    clock nearest to the kernels the speed against the best peer and the share of the limits.
+    `limits` are those of `Recorded.limits`; they have a row below the solutions."""
     s, clock = ranking.summary, ranking.clocks[-1]
     columns: dict[str, Any] = {
         "#": pd.Series(s.index + 1).astype(str),
@@ -154,14 +154,14 @@ def short_table(ranking: Ranking, limits: pd.DataFrame) -> Table:
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
     frame = pd.DataFrame(columns)
-    # The row that the limits' rates began.
+    # Complete the row that the limits' rates began.
     frame.loc[len(s) :, list(roofline)] = list(roofline.values())
     return Table(frame.astype(object).fillna("-"), left=3)
 
 
 def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
-    """Of each column of times in ms by workload: the rates over the workloads that reading or FLOPs
-    bound, and the mean share of the limit."""
+    """Return, for each column of times in ms by workload, the rates over the workloads that reading
+    or FLOPs bound, and the mean share of the limit."""
 
     def rate(work: "pd.Series[float]", form: str) -> "pd.Series[str]":
         bound = ms.reindex(work.dropna().index)
@@ -179,7 +179,7 @@ def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy_table(ranking: Ranking) -> Table:
-    """Whether the solutions are right, by name; without any time."""
+    """Return the solutions' accuracy, by name, without any time."""
     s = ranking.summary.sort_values("solution")
     columns = {
         "solution": s.solution,
@@ -193,27 +193,27 @@ def accuracy_table(ranking: Ranking) -> Table:
 
 
 def failures_table(ranking: Ranking) -> Table:
-    """One row a failure; empty where everything passed."""
+    """Return one row for each failure; empty if everything passed."""
     f = ranking.results.loc[~ranking.results.passed].sort_values(["solution", "tokens", "uuid"])
     f = f.assign(T=f.tokens.astype(str), workload=f.uuid.str[:8])
     return Table(f[["solution", "T", "workload", "status", "reason"]], left=5, title="Failed")
 
 
 def batch_invariant(checks: Checks) -> str:
-    """A cell: whether no token differed in any check, run to run or in another batch."""
+    """Return a cell: yes if no token differed in any check, run to run or in another batch."""
     tried = [c for c in checks.values() if "differ" in c]
     return ("yes" if all(c["differ"] == 0 for c in tried) else "no") if tried else "-"
 
 
 def _check(check: Mapping[str, Any] | None) -> str:
-    """The same of one check; of one that fails with the tokens that differ of those compared."""
+    """Return a cell of one check. If it fails, with the tokens that differ of those compared."""
     if check is None or "differ" not in check:
         return "-"
     return f"no: {check['differ']}/{check['compared']}" if check["differ"] else "yes"
 
 
 def by_part(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
-    """Rows of bits by subject and check."""
+    """Return rows of bits by subject and check."""
     checks: dict[str, dict[str, Any]] = {}
     for row in rows:
         if "part" in row:
@@ -221,22 +221,21 @@ def by_part(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Checks]:
     return checks
 
 
-def bits_table(of: Mapping[str, Checks]) -> Table:
-    """The solutions that were looked at, by name, a column for each check; without rows where there
-    is none."""
-    names = dict.fromkeys(name for checks in of.values() for name in checks)
+def bits_table(by_solution: Mapping[str, Checks]) -> Table:
+    """Return the checks by solution, a column for each check; empty if there are none."""
+    names = dict.fromkeys(name for checks in by_solution.values() for name in checks)
     rows = [
         {"solution": short_name(solution)}
         | {name: _check(checks.get(name)) for name in names}
         | {BATCH_INVARIANT: batch_invariant(checks)}
-        for solution, checks in sorted(of.items())
+        for solution, checks in sorted(by_solution.items())
         if checks
     ]
     return Table(pd.DataFrame(rows), title="Bits", note=BITS_NOTE)
 
 
 def checks_table(ranking: Ranking) -> Table:
-    """The same of a ranking's solutions."""
+    """Return the `bits_table` of a ranking's solutions."""
     return bits_table(ranking.summary.set_index("solution").checks.to_dict())
 
 
@@ -244,9 +243,10 @@ def checks_table(ranking: Ranking) -> Table:
 
 
 def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str = ".3f") -> Table:
-    """Workloads down, by tokens, solutions across in their order, in ms, the fastest marked with *,
-    or the status of what did not pass; the reference as the harness timed it; the roofline where it
-    is known, and its share of the fastest time; the best peer's time over that of our best."""
+    """Return the times in ms, workloads down by tokens, solutions across in their order, the
+    fastest marked with *, or the status of a failure. Further columns: the reference as the harness
+    timed it, the roofline if it is known, its share of the fastest time, and the best peer's time
+    over our best."""
     f, uuids = ranking.results, [uuid for _, uuid in ranking.workloads]
     before: dict[str, Any] = {
         "T": [str(tokens) for tokens, _ in ranking.workloads],
@@ -280,26 +280,26 @@ def latency_table(ranking: Ranking, roofline_ms: Mapping[str, float], form: str 
 
 
 def ranking_tables(ranking: Ranking, roofline_ms: Mapping[str, float] | None = None) -> list[Table]:
-    """All of a ranking that have rows. Of a run on the CPU, whose times say nothing about a GPU:
-    whether the solutions are right."""
+    """Return all of a ranking's tables that have rows. For a run on the CPU, whose times say
+    nothing about a GPU, only the accuracy."""
     if ranking.cpu:
-        found = [accuracy_table(ranking), failures_table(ranking)]
+        all_tables = [accuracy_table(ranking), failures_table(ranking)]
     else:
-        found = [
+        all_tables = [
             summary_table(ranking),
             latency_table(ranking, roofline_ms or {}, ".4f"),
             accuracy_table(ranking),
             checks_table(ranking),
             failures_table(ranking),
         ]
-    return list(filter(None, found))
+    return list(filter(None, all_tables))
 
 
 # --- the environment ------------------------------------------------------------------------------
 
 
 def environment_table(recorded: "Recorded") -> Table:
-    """What the run was made on and with: run.json, a row for each value, by where it stands."""
+    """Return the machine, software and settings of the run: a row for each value of run.json."""
     info = dict(recorded.info)
     if "command" in info:
         info["command"] = " ".join(["run.py bench", *recorded.info["command"]])
@@ -308,8 +308,8 @@ def environment_table(recorded: "Recorded") -> Table:
 
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
-    """Each value in nested JSON, with the keys that lead to it."""
+    """Return each value in nested JSON, with the keys that lead to it."""
     if not isinstance(value, dict | list):
         return [(place, str(value))]
     inner = value.items() if isinstance(value, dict) else enumerate(value)
-    return [leaf for key, of in inner for leaf in _leaves(of, f"{place} {key}".strip())]
+    return [leaf for key, child in inner for leaf in _leaves(child, f"{place} {key}".strip())]

@@ -381,14 +381,14 @@ def test_rows_name_the_solutions_whose_kernel_was_timed(monkeypatch) -> None:
     monkeypatch.setattr(gemm, "peer_variants", list)
     n, k = LAYER_SHAPES["gemm1"]
     variants = gemm.collect_variants(True, Problem((1,) * 32, n, k, 80))
-    said = {v.name: v.said().get("solution") for v in variants}
+    said = {v.name: v.labels().get("solution") for v in variants}
     flat, v3 = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"
     assert said == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
         "v3": v3
     }
-    assert all(len(v.said()["hash"]) == 40 for v in variants)
+    assert all(len(v.labels()["hash"]) == 40 for v in variants)
     (default,) = gemm.collect_variants(False, Problem((1,), 128, 128))
-    assert default.said()["solution"] == v3
+    assert default.labels()["solution"] == v3
 
 
 def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
@@ -430,7 +430,7 @@ def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) ->
         for number, variant in enumerate(variants):
             time = {"value": 10.0 - number, "unit": "us", "roofline": 5.0}
             more = {"error": "wrong"} if wrong and variant.name == "v3" else time
-            into.add(problem.case(), variant.name, **variant.said(), **more)
+            into.add(problem.case(), variant.name, **variant.labels(), **more)
 
     monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)

@@ -177,7 +177,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda of, s: s)),
     )
     chosen = calls.Chosen(None, {"a peer": solution, FUSED: None}, said, {})
-    other = chosen._replace(said=said | {f"{PREFIX}v1": {"peer": False}})
+    other = chosen._replace(labels=said | {f"{PREFIX}v1": {"peer": False}})
     with pytest.raises(UsageError, match="v1: of ours, only cutedsl_moe_fp8_fused is called"):
         as_engines.Engines(DEFAULT, other)
     engines = as_engines.Engines(DEFAULT, chosen)
@@ -231,7 +231,7 @@ def sweep(measure, monkeypatch):
         case = {"definition": layer.short or layer.name, "tokens": length, "hit": 1, "active": 1}
         case |= {"pairs": 1, "routing": "drawn"}
         for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.045)):
-            of = called.chosen.said[name]
+            of = called.chosen.labels[name]
             if name == PEER and length == 2:
                 into.add(case, name, roofline=0.04, error="OutOfMemoryError: CUDA", **of)
                 continue

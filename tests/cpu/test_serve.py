@@ -106,7 +106,7 @@ def test_it_starts_until_nothing_is_compiled(compile_, starts, monkeypatch, tmp_
         compiled = [turns.COMPILED] * (len(begun) <= compile_)
         return SimpleNamespace(
             setup=setup, version="", start_seconds=1.0, ready=lambda: None,
-            said=lambda text: compiled, close=lambda: ended.append(start),
+            log_lines=lambda text: compiled, close=lambda: ended.append(start),
         )  # fmt: skip
 
     begun: list[str] = []
@@ -163,7 +163,7 @@ def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch
             backend.ask("check")
     finally:
         backend.close()
-    (line,) = backend.said("worker ")
+    (line,) = backend.log_lines("worker ")
     assert gone(int(line.split()[1])) and gone(backend.process.pid)
 
 
@@ -226,7 +226,7 @@ def test_a_request_is_to_have_the_same_tokens_alone_and_among_others(others_matt
 
 def test_kernels_of_ours_that_a_request_waited_for_are_counted():
     lines = [f"Triton {kernel} {turns.COMPILED_LATE}" for kernel in ("FusedMoeA", "rms_norm")]
-    backend = named("engine", said={turns.COMPILED_LATE: lines}.get)
+    backend = named("engine", log_lines={turns.COMPILED_LATE: lines}.get)
     assert [row["value"] for row in turns.counted(backend, 0)] == [1]
 
 
@@ -288,7 +288,7 @@ def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeyp
 
 def named(backend: str, **more: Any) -> Any:
     setup = Setup("vllm", backend, models.find("qwen3-30b-a3b", None, True))
-    made = {"said": lambda text: [text], "ask": lambda *asked: None}
+    made = {"log_lines": lambda text: [text], "ask": lambda *asked: None}
     return SimpleNamespace(setup=setup, version="", start_seconds=1.0, **made | more)
 
 
