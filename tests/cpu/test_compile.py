@@ -706,13 +706,13 @@ def test_scales_given_back_while_they_are_read_are_found(tmp_path):
     """As the code was once: no emulation of PTX sees that the arrival overtakes the loads."""
     package = tmp_path / "solutions" / "moe_fp8"
     shutil.copytree(compiling.PACKAGE_ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
-    gemm = package / "kernels" / "sm100" / "gemm.py"
+    gemm = package / "kernels" / "gemm_sm100.py"
     source = gemm.read_text()
     fence = '                cute.arch.fence_proxy("async.shared", space="cta")\n'
-    release = "                inputs.scales.consumer_release(scales_state)\n"
-    wait = "            sums.consumer_wait(sums_state)\n            self._promote("
+    release = "                operands.pipes.sfa.consumer_release(sfa_state)\n"
+    wait = "            acc_pipeline.consumer_wait(acc_state)\n            self._promote("
     early = "            cute.arch.sync_warp()\n"
-    early += "            scales_pipe.consumer_release(scales_state)\n"
+    early += "            sfa_pipeline.consumer_release(sfa_state)\n"
     for old, mutant in ((fence, ""), (release, ""), (wait, early + wait)):
         assert source.count(old) == 1
         source = source.replace(old, mutant)

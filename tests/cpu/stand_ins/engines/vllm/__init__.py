@@ -61,7 +61,7 @@ class LLM:
         if self.wrong == "does not start":
             raise RuntimeError("no room for the model")
         for entry in importlib.metadata.entry_points(group="vllm.general_plugins"):
-            if not entry.value.startswith("moe_fp8.integrations"):  # which wants the real one
+            if not entry.value.startswith("moe_fp8."):  # it needs the real vLLM
                 entry.load()()
         self.worker = pkgutil.resolve_name(options["worker_extension_cls"])()
         self.model = Model()
