@@ -206,7 +206,7 @@ def random_normal(rng: np.random.Generator, *dims: int) -> torch.Tensor:
 
 
 def random_weights(shape: MoeShape, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What flashinfer-bench draws: normal FP8 values and normal, so also negative, scales."""
+    """Draw weights as flashinfer-bench does: normal FP8 values and scales, some negative."""
     rng = np.random.default_rng(seed)
     e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     return {

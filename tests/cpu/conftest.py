@@ -35,7 +35,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path: Path) -> None:
-    """What a test builds or draws is not another's."""
+    """Give every test a cache and a random seed of its own."""
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     torch.default_generator.manual_seed(0)
 

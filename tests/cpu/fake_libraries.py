@@ -20,7 +20,7 @@ def one_expert(a, a_scale, b, b_scale, out) -> None:
 
 
 def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
-    """What an expert makes of its rows, gate first; as in our kernels SwiGLU is quantised."""
+    """Compute an expert's rows, gate first, with a quantised SwiGLU as in our kernels."""
     g = torch.empty(len(x), len(w13), dtype=BF16)
     one_expert(x, x_scale, w13, w13_scale, g)
     gate, up = g.chunk(2, dim=1)

@@ -35,7 +35,7 @@ NEAREST = TRACES.model_copy(update={"on_miss_policy": "use_def_best"})
 
 
 def export(place: Path, form: str, traces: list[dict], *arguments: str) -> tuple[Path, str]:
-    """What the program makes of these traces, and what it says."""
+    """Return the folder that the program writes for these traces, and its output."""
     common = [
         "--gpu",
         "H200",

@@ -1,4 +1,4 @@
-"""What can run on a machine: by the hardware and the packages that a solution names."""
+"""The solutions that can run on a machine, by the hardware and the packages that they name."""
 
 import importlib.metadata
 

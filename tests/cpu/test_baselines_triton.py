@@ -30,7 +30,7 @@ NAN = float("nan")
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
 ONE_GROUP = MoeShape(num_experts=24, num_local_experts=6, hidden_size=256, intermediate_size=128,
                      n_group=1, topk_group=1, top_k=8)  # fmt: skip
-"""Of no power of two of experts, as Kimi-K2's."""
+"""The number of experts is no power of two, as in Kimi-K2."""
 SHAPES = {"small": SMALL, "tiny": TINY, "one group": ONE_GROUP}
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 

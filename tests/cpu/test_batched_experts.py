@@ -197,7 +197,7 @@ def test_out_in_the_memory_of_an_input():
 
 
 def test_more_rows_than_the_kernels_can_count():
-    """Of tensors that have no memory."""
+    """The tensors have no memory."""
     sizes = (64, 2**18 + 1, 128, 2**18), (1, 131072, 16384, 131071), (1, 2**22 + 1, 128, 2**22)
     for local, rows, width, most in sizes:
         new = {"device": "meta", "dtype": torch.float8_e4m3fn}

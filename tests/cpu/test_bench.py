@@ -53,9 +53,11 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
 class FakeBenchmark:
-    """What the code under test may rely on: the trace set that was given is read at run_all.
-    Solutions are what their names say: `fails`, `lost` (in the n-th call: `lost n`), `silent`,
-    and `exits`, as a reference does, which flashinfer-bench runs in this process."""
+    """A stand-in for flashinfer-bench's `Benchmark`, which reads the trace set at run_all.
+
+    A solution's name tells how it ends: `fails`, `lost` (`lost n`: in the n-th call), `silent`, and
+    `exits`, like a reference, which flashinfer-bench runs in this process.
+    """
 
     def __init__(self, of: "Bench", trace_set: TraceSet, config: BenchmarkConfig):
         self.of, self.trace_set, self.calls, self.closed = of, trace_set, 0, False
@@ -579,7 +581,7 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
 
 
 def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
-    """Of what this checkout packs the peers need a GPU, which is no news."""
+    """The peers of this checkout need a GPU; no line says that they are skipped."""
     peer = solution("peer").model_dump()
     peer["sources"].append({"path": "moe_fp8/baselines/peer.py", "content": "pass"})
     on_cpu.ours.append(Solution.model_validate(peer))
@@ -750,8 +752,8 @@ def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> 
 
 @pytest.fixture
 def by_kernels(on_cpu, monkeypatch) -> Bench:
-    """Where the emulator stands for itself: `asked` has the target and the solutions of every call;
-    `wrong` fails, and the results come in the other order."""
+    """Runs with a stand-in for the emulator: `asked` holds the target and the solutions of every
+    call, the solution `wrong` fails, and the results come in reverse order."""
 
     def evaluations(emulation, solutions, models, evaluate):
         assert models.keys() >= {s.name for s in solutions}
@@ -798,7 +800,7 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     ],
 )
 def test_the_options_choose_what_is_emulated(by_kernels, monkeypatch, options, asked) -> None:
-    """Where the emulator cannot be built nothing is, and that is said."""
+    """If the emulator cannot be built, nothing is emulated, and a line says why."""
     by_kernels.set_lengths(7, 9, 81)
     by_kernels(*options.split())
     assert by_kernels.asked == asked
@@ -872,7 +874,7 @@ def test_a_compiler_that_lacks_or_fails_is_a_reason(monkeypatch, tmp_path: Path)
 
 
 def evaluate(solution: Solution, call: Callable) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """As `cpu_bench.evaluate`, of solutions that do what their names say."""
+    """Evaluate like `cpu_bench.evaluate`; a solution's name tells how it ends."""
     output = call(*"xyz")
     if solution.name in ("passes", "differs"):
         fields = {"status": "PASSED", "correctness": {"max_absolute_error": 0.25}}
@@ -883,7 +885,7 @@ def evaluate(solution: Solution, call: Callable) -> tuple[dict[str, Any], torch.
 
 
 def evaluated(monkeypatch, *names: str) -> dict[str, dict[str, Any]]:
-    """What comes of these solutions; the emulator itself is left out."""
+    """Return the evaluations of these solutions, without the emulator itself."""
     monkeypatch.setattr(emulated, "emulate", lambda target: None)
     monkeypatch.setattr(emulated, "_run", lambda target, *_: torch.tensor([[2.0]]))
     models = {name: torch.tensor([[3.0 if name == "differs" else 2.0]]) for name in names}

@@ -133,7 +133,7 @@ def test_tokens_are_taken_along_their_own_axis() -> None:
 
 
 def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch) -> None:
-    """Of the GPU's part what can be seen without one."""
+    """Tests the part for GPUs as far as a CPU can."""
     build = BuilderRegistry.get_instance().build
     seen: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What the programs share: text that cannot act, tables, options, and errors in one line."""
+"""Code that the programs share: harmless text, tables, options, and errors in one line."""
 
 import argparse
 import contextlib
@@ -106,7 +106,7 @@ def test_ctrl_c_and_sigterm_raise_in_main_alone(number, status: int, monkeypatch
         return 0
 
     def kept() -> int:
-        """As a program that keeps what it has measured."""
+        """Act like a program that keeps its measurements."""
         with contextlib.suppress(KeyboardInterrupt):
             interrupted()
         return command_line.EXIT_INTERRUPTED

@@ -103,7 +103,7 @@ SOME_FIRST = {  # of what ships, every third by default
 
 
 class Code(NamedTuple):
-    """What the compiler made of a kernel."""
+    """A compiled kernel."""
 
     ptx: str
     cubin: bytes
@@ -198,7 +198,7 @@ def test_grouped_gemm(config, layer, compiled_code):
 
 
 def check_wgmma(ptx: str, config, loads: list[str]) -> None:
-    """Of Hopper's GEMM the main loop, the copies that a cluster shares and the stores."""
+    """Check the main loop of Hopper's GEMM, the copies that a cluster shares and the stores."""
     columns = config.tile_m if config.swap_ab else config.tile_n
     values = 64 * columns // 128  # of the accumulator, a thread
     blocks = config.num_stages if config.unroll else 4 if config.overlap else 1  # of a turn
@@ -246,7 +246,7 @@ def allocated(ptx: str) -> int:
 
 
 def check_registers_given(ptx: str, threads: int, registers: int, producers: int) -> None:
-    """What setmaxnreg gives the consumers is what the CTA has: more is waited for forever."""
+    """Check that setmaxnreg asks for no more registers than the CTA has: it would wait for ever."""
     (producer,) = map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", ptx))
     (consumer,) = map(int, re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", ptx))
     assert producer * producers + consumer * (threads - producers) <= registers * threads
@@ -455,7 +455,7 @@ def test_the_weights_leave_l2_first(evict_first, compiled_code):
 
 @pytest.mark.parametrize(("tokens", "terms"), [(2048, 1), *more((14107, 1), (14107, 2))])
 def test_slices(tokens, terms, compiled_code):
-    """Of A a copy a slice and term, which the CTAs side by side share."""
+    """A has one copy for each slice and term, which neighbouring CTAs share."""
     first, second = (
         dataclasses.replace(config, slices=True)
         for config in HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
@@ -484,7 +484,7 @@ FORMS = {
     ],
 )
 def test_given_experts(form, tokens, target, compiled_code):
-    """As many launches as with the experts chosen here, tokens in bfloat16 or not."""
+    """The launches are as many as with our own routing, with tokens in bfloat16 or not."""
     architecture = of_target(target)
     configs = architecture.choose_layer(tokens, GIVEN, 1)
     ptx, cubin = compiled_code(compile_fused, GIVEN, *configs, 132, target, FORMS[form])
@@ -559,7 +559,7 @@ def test_the_cache_policy_is_the_one_that_ptxas_makes(tmp_path):
 
 
 def check_machine_code(text: str, config) -> None:
-    """What the GEMM lives on, in the code that a GPU would run."""
+    """Check the counts in its machine code that the GEMM's speed depends on."""
     found = facts(text)
     mma = 8 if config.swap_ab and config.tile_n == 256 else 4
     assert (found.mma, found.commits) == (mma * config.terms, 2)
@@ -578,7 +578,7 @@ MOST = {
     "serialised MMA": 0,
     "local memory in loops": 0,
 }
-"""Of what `sass.counts` counts in a kernel."""
+"""The most that `sass.counts` may count in a kernel."""
 
 
 def check_counts(cubin: bytes, of: object) -> dict[str, str]:
@@ -703,7 +703,7 @@ print([load.name for one in early_arrivals(text) for load in one.loads])
 @needs_nvdisasm
 @pytest.mark.all
 def test_scales_given_back_while_they_are_read_are_found(tmp_path):
-    """As the code was once: no emulation of PTX sees that the arrival overtakes the loads."""
+    """Restore an old fault: no emulation of PTX sees that the arrival overtakes the loads."""
     package = tmp_path / "solutions" / "moe_fp8"
     shutil.copytree(compiling.PACKAGE_ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
     gemm = package / "kernels" / "gemm_sm100.py"
@@ -909,7 +909,7 @@ def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
 
 
 def test_a_copy_in_many_arrivals_beside_tma():
-    """What a strategy adds reaches the counts: 64 threads that bring rows, none of them by TMA."""
+    """The counts include the 64 threads that gather rows, without TMA."""
     assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
 
 

@@ -1,4 +1,4 @@
-"""What a run records of its machine, and when two captures are of the same."""
+"""The machine in a run's record, and the comparison of two captures."""
 
 from typing import Any
 

@@ -362,7 +362,7 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
 
 
 def refused_rank(rank: int, ranks: int, folder: object) -> None:
-    """What a rank is told in every case, one after the other; in the end a call succeeds."""
+    """Write the message that a rank gets in every case; the last call succeeds."""
     usual = dict(zip(TENSORS, given_to(rank, ranks, 5), strict=True))
     options = {"n_group": 6, "topk_group": 2, "top_k": 3}
     said = {}

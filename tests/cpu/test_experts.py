@@ -54,7 +54,7 @@ def local_of(ids: torch.Tensor) -> torch.Tensor:
 
 
 def random_map() -> torch.Tensor:
-    """Of experts 4 to 7, in another order, and of redundant ones: 12 and 13 are copies."""
+    """A map of experts 4 to 7, in another order, and of redundant ones: 12 and 13 are copies."""
     placed = torch.full((E,), -1, dtype=torch.int32)
     placed[[4, 5, 6, 7, 12, 13]] = torch.tensor([2, 0, 3, 1, 2, 1], dtype=torch.int32)
     return placed

@@ -624,7 +624,7 @@ def test_the_parts_of_the_workspace_lie_apart(shape, rows):
 
 
 def test_memory_of_many_tokens_is_bounded():
-    """What a chunk takes at the true geometry, were all experts of all its tokens local."""
+    """The workspace of a chunk at the true geometry if all its tokens' experts are local."""
     with FakeTensorMode():
         rows = call_module.CHUNK_TOKENS * DEEPSEEK_V3.top_k
         made = steps.workspace(torch.empty(0), rows, DEEPSEEK_V3)

@@ -329,7 +329,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
-    """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
+    """The layer passes these configs to its GEMMs; kernels and routing are stand-ins."""
     from moe_fp8.call import GroupedRows, MoeInputs
     from moe_fp8.ladder import steps
 

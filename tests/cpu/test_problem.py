@@ -300,7 +300,7 @@ def test_groups_that_are_all_kept_need_no_lanes_of_their_own(experts, groups):
     ("local", "megabytes"), [(1, 233), (2, 466), (4, 930), (8, 1858), (32, 1858)]
 )
 def test_a_workspace_has_the_rows_that_there_can_be(local, megabytes):
-    """Of 14107 tokens: each has at most 8 experts and at most those that are here."""
+    """The workspace of 14107 tokens: a token has at most 8 experts, and at most the local ones."""
     size = workspace_bytes(MoeShape(num_local_experts=local), 1, 14107)
     assert round(size / 1e6) == megabytes
 

@@ -20,18 +20,18 @@ from scripts.table.recorded import read
 
 
 def ranked(path: Path, *options: str) -> list[dict]:
-    """What --json says of each ranking of the traces of a file or a run."""
+    """Return the rankings that --json writes for the traces of a file or a run."""
     out = path.with_name("ranking.json")
     call("rank", path, "--json", out, *options)
     return json.loads(out.read_text(), parse_constant=pytest.fail)
 
 
 def rank_of(tmp_path: Path, traces: list[dict], *options: str) -> dict:
-    """Of the one ranking, the rows of its summary by solution, of its results by both."""
-    (found,) = ranked(write_traces(tmp_path / "traces.jsonl", traces), *options)
-    found["summary"] = {row["solution"]: row for row in found["summary"]}
-    found["results"] = {(r["tokens"], r["solution"]): r for r in found["results"]}
-    return found
+    """Return the only ranking, its summary by solution, its results by tokens and solution."""
+    (ranking,) = ranked(write_traces(tmp_path / "traces.jsonl", traces), *options)
+    ranking["summary"] = {row["solution"]: row for row in ranking["summary"]}
+    ranking["results"] = {(r["tokens"], r["solution"]): r for r in ranking["results"]}
+    return ranking
 
 
 def text_of(tmp_path: Path, traces: list[dict], *options: str) -> str:

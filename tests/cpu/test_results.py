@@ -142,7 +142,7 @@ def test_a_last_line_cut_short_is_left_out_and_taken_away(
 def test_a_mark_of_byte_order_is_no_part_of_a_line(
     name: str, add: Callable, count: Callable, tmp_path: Path
 ) -> None:
-    """As editors and PowerShell write it at the beginning, and `cat` then in the midst."""
+    """Editors and PowerShell begin a file with the mark; `cat` then puts it in the middle."""
     add(path := tmp_path / name)
     path.write_bytes(2 * (codecs.BOM_UTF8 + path.read_bytes()))
     assert count(path) == 2

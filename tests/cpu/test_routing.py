@@ -85,7 +85,7 @@ def test_ties_go_to_the_lower_expert_and_group():
 
 
 def test_weights_are_summed_as_a_tree():
-    """Of these numbers every other order gives another sum."""
+    """These numbers have another sum in every other order."""
     shape = MoeShape(num_experts=8, num_local_experts=8, n_group=1, topk_group=1, top_k=7)
     torch.manual_seed(0)
     logits = torch.randn(200, 8)

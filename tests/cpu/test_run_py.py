@@ -90,7 +90,7 @@ class Venv:
     def __init__(self) -> None:
         self.packages: set[str] = set()
         self.outside = False
-        """Whether the interpreter that runs the tests has everything."""
+        """True if the interpreter that runs the tests has every package."""
         self.started: list[str] = []
 
     def has(self, python: str, wanted: list[str]) -> bool:
@@ -148,7 +148,7 @@ INSTALLED = f"pip [bench] {run.TORCH}"
 EVERY = ("bench,report", "bench,test", "bench,report", "bench", "bench,test")
 BENCH = {"pip", "torch", run.PROJECT, *run.requirements("bench")}
 OUTSIDE = {"outside"}
-"""What the interpreter that runs the tests has, in place of .venv."""
+"""The packages are those of the interpreter that runs the tests, not of .venv."""
 
 
 @pytest.mark.parametrize(

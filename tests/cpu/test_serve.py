@@ -55,7 +55,7 @@ def stand_in():
 
 @pytest.fixture(scope="module")
 def served_rows(tmp_path_factory, stand_in) -> tuple[list[dict[str, Any]], str]:
-    """What is written and what is shown of three backends, two of them at once."""
+    """Return the rows and the output of a run of three backends, two of them at once."""
     file = tmp_path_factory.mktemp("serve") / FILE
     options = ("--model", "qwen3-30b-a3b", "--layers", "2", "--compare", "engine,ours,accurate")
     made = call("serve", *options, *QUICK, "--together", "2", "--out", file)
@@ -168,7 +168,7 @@ def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch
 
 
 def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
-    """As one that the kernel ends for its memory."""
+    """The kernel ends such a process for its memory."""
     backend = object.__new__(Backend)
     backend.setup = Setup("vllm", "ours", models.find("qwen3-30b-a3b", 2, True))
     backend.log = tmp_path / "log"
@@ -401,7 +401,7 @@ def test_models_that_cannot_be_served(name, layers, random, message):
     ],
 )
 def test_a_configuration_that_says_too_little(content, message, tmp_path):
-    """As one that has the sizes of text and of pictures apart."""
+    """A configuration with separate sizes for text and pictures is one of these."""
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=f"config.json: {message}"):
         models.find(str(tmp_path), None, False)
@@ -548,7 +548,7 @@ def test_of_the_layers_the_worst_is_named():
 
 
 def test_a_step_takes_what_a_further_token_takes(monkeypatch):
-    """Of an engine that takes 5 s for the prompts and 2 s for every token after the first."""
+    """The engine takes 5 s for the prompts and 2 s for every token after the first."""
 
     def generate(given, tokens):
         generated.append(tokens)
@@ -587,7 +587,7 @@ def test_every_repeat_has_prompts_of_its_own_and_every_backend_the_same(what: st
 
 
 class Clock:
-    """Of a GPU that does one thing after the other; `_sleep` and graphs move it, events read it."""
+    """The clock of a GPU that runs all in order; `_sleep` and graphs move it, events read it."""
 
     now = 0.0
 
@@ -608,7 +608,7 @@ class Clock:
 def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
     graphs_of_a_step, expected, monkeypatch
 ):
-    """Of a prefill that has a graph of its own, and steps of one graph, two, or none."""
+    """The prefill has a graph of its own; a step has one graph, two, or none."""
 
     @dataclass(eq=False)
     class Graph:
@@ -676,7 +676,7 @@ def test_prompts_are_drawn_once_and_for_all():
 
 
 def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
-    """As an entry point, in any of its processes."""
+    """The engine finds it as an entry point, in any of its processes."""
     inside.publish(tmp_path, "sglang")
     monkeypatch.syspath_prepend(tmp_path)
     found = importlib.metadata.entry_points(group="sglang.srt.plugins")

@@ -1,4 +1,4 @@
-"""Whether the sources of what was measured are those of now."""
+"""The comparison of measured sources with the present ones."""
 
 import pytest
 from flashinfer_bench.data import Solution
@@ -39,11 +39,11 @@ def now(monkeypatch) -> None:
     ],
 )
 def test_changed_sources_in_a_sentence(now, measured, changed: str, unknown: str) -> None:
-    """Of hashes of one digit each."""
-    said = [f"Since this run the {changed} changed."] if changed else []
-    said += [f"It is not known which sources of {unknown} were measured."] if unknown else []
+    """The hashes have one digit each."""
+    expected = [f"Since this run the {changed} changed."] if changed else []
+    expected += [f"It is not known which sources of {unknown} were measured."] if unknown else []
     hashes = {name: set(was) or {""} for name, was in measured.items()}
-    assert sources.remark(hashes) == " ".join(said)
+    assert sources.remark(hashes) == " ".join(expected)
 
 
 def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""What looks at calls of the layer sees one operator; what wants derivatives is refused."""
+"""Tracers see a call of the layer as one operator; requests for derivatives are refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What bench says on a machine without a GPU: no time of the CPU, and a record's of real GPUs."""
+"""The output of bench on a machine without a GPU: a record's times, and none of the CPU."""
 
 import dataclasses
 import json

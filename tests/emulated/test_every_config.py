@@ -1,4 +1,4 @@
-"""What the GPU tests do with every config, with a few of them."""
+"""The GPU tests' check of every config, on a few configs."""
 
 import itertools
 

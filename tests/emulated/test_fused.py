@@ -119,7 +119,7 @@ OPTIONS: dict[str, tuple[str, dict, dict]] = {
     "gathers, overlapped": ("64 overlapped", {"gathers": True}, {}),
     "slices of 128": ("128", *2 * ({"slices": True, "schedule": Schedule.DYNAMIC},)),
 }
-"""What changes the order of nothing: a config's name and what is changed in its two."""
+"""Options that change no order of sums: a config's name, and the changes of GEMM1 and GEMM2."""
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -138,13 +138,13 @@ def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
 @pytest.mark.all
 @pytest.mark.parametrize("multiprocessors", [14, 18, 20])
 def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
-    """Of the first GEMM, so that each of the others has as many tiles."""
+    """Clusters of GEMM1 are left out so that all others have equally many tiles."""
     monkeypatch.setattr(architectures, "num_sms", lambda device: multiprocessors)
     inputs, clusters = inputs_of(41, 4), multiprocessors // 2
     rows = route(inputs, SHAPE).m_indptr.diff()
     tiles = int((-(-rows // 8)).sum()) * SHAPE.intermediate_size // 128
-    turns = -(-tiles // clusters)
-    assert -(-tiles // turns) < clusters
+    waves = -(-tiles // clusters)
+    assert -(-tiles // waves) < clusters
     out = output_of(inputs, "8 swapped, early")
     assert not any(report.hazards for report in emulator.reports)
     monkeypatch.setattr(architectures, "num_sms", lambda device: 4)
@@ -152,7 +152,7 @@ def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
 
 
 def noticed(name: str, edit: Edit, emulator, inputs: MoeInputs | None = None) -> bool:
-    """Whether a mutant of the layer's kernels shows."""
+    """Return True if a mutant of the layer's kernels is noticed."""
     inputs = inputs or inputs_of(41, 4)
     wanted = output_of(inputs, name)
     return noticed_in(lambda: output_of(inputs, name), wanted, edit, emulator)
@@ -173,7 +173,7 @@ def test_a_wrong_second_term(factor, name, emulator):
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """As many elements of the type, one element past an aligned address."""
+    """Return a tensor of the same shape and strides, one element past an aligned address."""
     return x.new_empty(x.numel() + 16)[1:].as_strided(x.shape, x.stride())
 
 
@@ -192,7 +192,7 @@ FAULTS = {
 
 
 def test_the_compiled_function_refuses(emulator):
-    """What `FusedLayer` leaves to it; before anything is launched, and a call after it is good."""
+    """`FusedLayer` leaves these checks to it. Nothing is launched, and the next call is right."""
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
@@ -377,11 +377,11 @@ def with_local_rows(tokens: int, rows: int) -> MoeInputs:
 
 
 OVERWRITTEN = r"launch 4, .* writes .* launch 3, .* asynchronous copy read"
-"""Of the second GEMM: what the first one has read."""
+"""A hazard: GEMM2 writes rows that GEMM1 reads."""
 
 
 def messages(inputs: MoeInputs, emulator) -> set[str]:
-    """Of all hazards in all modes, what a box has of other experts among them."""
+    """Return the messages of all hazards in all modes, those of other experts' rows included."""
     seen = set()
     for emulator.options.mode in MODES:
         del emulator.reports[:]

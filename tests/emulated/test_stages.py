@@ -17,7 +17,7 @@ from problems import FP8, UNTOUCHED, fp8
 from ptxemu import MODES
 
 TARGET = ""
-"""What the kernels of a test are compiled for."""
+"""The target of a test's kernels."""
 INTERMEDIATE = 384
 NAN = 0x7F  # of e4m3
 
@@ -29,7 +29,7 @@ def target(request, monkeypatch):
 
 
 def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
-    """Of the first `rows` rows; the outputs start as NaN."""
+    """Run SwiGLU on the first `rows` rows; the outputs start as NaN."""
     rows = g.shape[0] if rows is None else rows
     m_indptr = torch.tensor([0, rows], dtype=torch.int32)
     q, scale = empty_swiglu(g)
@@ -182,7 +182,7 @@ def test_swiglu_quant_of_what_is_not_finite_is_the_models(bad, emulator):
 def run_permute(
     function, x, x_scale, pair_row, rows: int, *by_row: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `function` into buffers of NaN; the compiled one takes `by_row` as well."""
+    """Permute by `function` into buffers of NaN; the compiled one takes `by_row`, too."""
     a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
     a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
     function(x, x_scale, pair_row, a, a_scale, *by_row)
@@ -288,7 +288,7 @@ def test_combine(tokens, mode, emulator):
 
 
 def test_combine_of_float32_rows(mode, emulator):
-    """As hifi's second GEMM stores them; nine tokens in one CTA, whose ring goes round."""
+    """GEMM2 of hifi stores such rows. The nine tokens of one CTA fill its ring more than twice."""
     torch.manual_seed(9)
     hidden, top_k, rows, tokens = 1280, 8, 23, 9
     o, weights = torch.randn(rows, hidden), torch.rand(tokens, top_k)

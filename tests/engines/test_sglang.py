@@ -85,7 +85,7 @@ def tokens(ids: torch.Tensor) -> StandardDispatchOutput:
 
 
 def local_ids(experts: int = E, top_k: int = K) -> torch.Tensor:
-    """As SGLang's dispatcher makes them of global ones: those of experts 16 to 31 are here."""
+    """Return local ids as SGLang's dispatcher makes them; experts 16 to 31 are local."""
     ids = torch.rand(33, experts, generator=torch.Generator().manual_seed(2)).topk(top_k).indices
     mapping = torch.full((experts,), -1, dtype=torch.int32)
     mapping[16:32] = torch.arange(16, dtype=torch.int32)
@@ -379,7 +379,7 @@ def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
 
 
 def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
-    """As soon as there is a layer on a GPU, by tensors like those that SGLang passes."""
+    """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU."""
     of, prepared = Weights(LOCAL, H, WIDTH), []
     monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
     method, module = method_and_layer(of)

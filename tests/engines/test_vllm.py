@@ -56,7 +56,7 @@ KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """What vLLM asks of a GPU on the way to our classes, which run their reference model."""
+    """Answer vLLM's questions about the GPU; our classes run their reference model."""
     monkeypatch.setattr(served, "on_hopper", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     init_workspace_manager(torch.device("cpu"))
@@ -251,7 +251,7 @@ def test_batched(problem, quantised):
     ("tokens", "expected"), [([33, 31], 8), ([1, 0], 1), ([0, 0], 1), (None, None)]
 )
 def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, monkeypatch):
-    """Of all ranks' tokens, as far as vLLM knows them, in equal shares; and prepared for once."""
+    """All ranks' tokens, if vLLM knows them, in equal shares. Kernels are prepared once."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     metadata = tokens and SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
@@ -303,7 +303,7 @@ WHY_NOT = [
 
 @pytest.fixture
 def said():
-    """What vLLM shows of ours: what is logged below its own name."""
+    """Collect our messages that vLLM logs, those below its own logger's name."""
 
     class Collecting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

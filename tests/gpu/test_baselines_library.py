@@ -144,6 +144,6 @@ def test_both_layouts_of_deepgemm(tokens, make_inputs, monkeypatch):
 def test_waits_for_the_gpu(module, tokens, make_inputs, monkeypatch):
     """DeepGEMM's contiguous layout once, nothing else."""
     monkeypatch.setattr(deepgemm_moe, "MASKED_ROWS", 32 * 1024)
-    said = waits_of(module, make_inputs(tokens))
+    warned = waits_of(module, make_inputs(tokens))
     waits = module is deepgemm_moe and 32 * tokens > deepgemm_moe.MASKED_ROWS
-    assert len(said) == waits, said
+    assert len(warned) == waits, warned

@@ -13,7 +13,7 @@ from moe_fp8.reference import quantise_rows
 from scripts.common.metrics import calc_diff
 
 EXPERTS, HIDDEN, WIDTH, ROWS = 8, 7168, 2048, 300
-"""Of DeepSeek-V3 and Kimi-K2, but for the number of rows."""
+"""The widths of DeepSeek-V3 and Kimi-K2."""
 COUNTS = {
     "a few": [1, 0, 3, 8, 2, 0, 5, 7],
     "dozens": [40, 64, 0, 65, 1, 33, 90, 17],

@@ -65,7 +65,7 @@ def captured(module, inputs, output) -> torch.cuda.CUDAGraph:
 
 
 def test_a_graph_outlives_a_call_of_another_size(module, make_inputs):
-    """What the graph writes on its way must not be memory that the later call set free."""
+    """The graph must not write to memory that the later call has freed."""
     if module in WAITING:
         pytest.skip("waits for the routing: cannot be captured")
     inputs, other = make_inputs(80), make_inputs(81, seed=2)

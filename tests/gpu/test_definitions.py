@@ -24,7 +24,7 @@ PEERS = {
     triton_moe: ("triton", ((9, 0), (10, 0), (10, 3))),
     deepgemm_moe: ("deep_gemm", ((9, 0),)),
 }
-"""What they need, and on which GPUs they run."""
+"""The package of each peer, and the compute capabilities of its GPUs."""
 
 
 def tokens_of(definition: MoeDefinition, rows: str) -> int:

@@ -13,7 +13,7 @@ from moe_fp8.kernels import architectures
 from scripts.measure.processes import process_pool
 
 LIMIT_S = 600
-"""Of all that compile, and of all that run."""
+"""Limit for all compilations, and for all runs."""
 MOST_PROCESSES = 12
 
 

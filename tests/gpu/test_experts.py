@@ -36,7 +36,7 @@ def gate_first_weights(weights) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def engine_call(make_inputs, gate_first_weights) -> Callable[..., tuple[dict[str, Any], MoeInputs]]:
-    """What an engine would call, of bfloat16 tokens, and the definition's inputs for the same."""
+    """Make an engine's arguments, with bfloat16 tokens, and the definition's inputs."""
 
     def make(tokens: int, seed: int = 1) -> tuple[dict[str, Any], MoeInputs]:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -278,7 +278,7 @@ def test_what_is_refused_after_a_good_call_is_named(engine_call):
 
 
 def test_the_quantised_tokens_are_the_models(engine_call):
-    """Of values of every magnitude, as the permutation quantises them."""
+    """The permute kernel quantises values of every magnitude like the model."""
     x = torch.randn(64, 7168, generator=torch.Generator().manual_seed(0)).cuda()
     x = (x * torch.logspace(-38, 30, 7168, device="cuda")).bfloat16()
     x[3, :300] = 0

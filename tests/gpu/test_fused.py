@@ -23,7 +23,7 @@ weights, make_inputs = test_layer.weights, test_layer.make_inputs
 SOAK = int(os.environ.get("MOE_FP8_SOAK", "500"))
 """Calls of `test_random_calls`; 10000 before a release."""
 CALLS_OF_POOL = 100
-"""That draw from the same tokens."""
+"""Calls that draw from the same tokens."""
 
 COSINE, DIFF = test_layer.LAYER_COSINE, test_layer.LAYER_DIFF
 """See there: what lies next to the middle between two FP8 values goes one way or the other."""
@@ -103,7 +103,7 @@ def test_many_tokens(module, tokens, make_inputs):
     ids=str,
 )
 def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, make_inputs):
-    """What the configs for so many tokens do not have, or alone have."""
+    """Options that only the configs for so many tokens have, or that only they lack."""
     inputs = make_inputs(tokens, routing)
     output = new_output(inputs)
     terms = module.layer_at(SHAPE).terms

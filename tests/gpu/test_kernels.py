@@ -153,7 +153,7 @@ def test_rows_past_two_to_the_31_elements(rows):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_swiglu_quant_of_what_is_not_finite(bad):
-    """As the model: a NaN takes no part in its block's scale."""
+    """The kernel agrees with the model: a NaN does not count for its block's scale."""
     g = torch.randn(3, 4096, device="cuda").bfloat16()
     g[1, 130] = bad
     results = []

@@ -38,7 +38,7 @@ COUNT = int(os.environ.get("MOE_FP8_FUZZ", "2"))
 PROCESSES = 8
 TENSORS = MoeInputs._fields[:8]
 NAN = 0x7F
-"""Of float8_e4m3fn, which has no infinity."""
+"""The NaN of float8_e4m3fn, which has no infinity."""
 DIFFERENT = {"flat": v4, "fused": v5, "hifi": v6}
 """v1 to v3 are bitwise equal to flat."""
 
@@ -332,7 +332,7 @@ def test_random_problem(seed):
 
 
 def digest(calls: int = 20) -> str:
-    """Of the outputs of flat and fused at two sizes; each call gives the bits of the first."""
+    """Return a digest of the outputs of flat and fused at two sizes, after `calls` repeats."""
     generator = torch.Generator("cuda").manual_seed(0)
     e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
 
@@ -343,7 +343,7 @@ def digest(calls: int = 20) -> str:
         random_fp8(generator, e, 2 * i, h), normal(e, 2 * i // 128, h // 128),
         random_fp8(generator, e, h, i), normal(e, h // 128, i // 128),
     )  # fmt: skip
-    found = hashlib.sha256()
+    outputs = hashlib.sha256()
     for tokens in (7, 80):
         inputs = MoeInputs(
             normal(tokens, 256), normal(256).bfloat16(),
@@ -353,8 +353,8 @@ def digest(calls: int = 20) -> str:
             first = output_of(module, inputs)
             for _ in range(calls):
                 assert torch.equal(output_of(module, inputs), first)
-            found.update(first.view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+            outputs.update(first.view(torch.uint8).cpu().numpy().tobytes())
+    return outputs.hexdigest()
 
 
 def start(code: str, log: Path) -> subprocess.Popen:

@@ -137,7 +137,7 @@ def test_a_call_that_the_cache_would_hasten_is_timed_cold(chains) -> None:
 
 
 def test_a_graph_takes_as_long_however_slow_its_host_is() -> None:
-    """Of an engine's decode step; the host sleeps between replays, not during a launch."""
+    """The graph is an engine's decode step. The host sleeps between replays, not in a launch."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.cuda._sleep(CYCLES)
