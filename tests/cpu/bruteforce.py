@@ -87,8 +87,8 @@ def route_token(logits: list[float], bias: list[float], scaling: float, shape: M
             margin = min(margin, key[ranked[count - 1]] - key[ranked[count]])
         return ranked[:count]
 
-    kept = best(list(range(shape.n_group)), score, shape.topk_group)
-    experts = best([e for g in kept for e in groups[g]], biased, shape.top_k)
+    kept_groups = best(list(range(shape.n_group)), score, shape.topk_group)
+    experts = best([e for g in kept_groups for e in groups[g]], biased, shape.top_k)
     total = sum(s[e] for e in experts) + 1e-20
     return TokenRoute({e: s[e] / total * scaling for e in sorted(experts)}, margin)
 

@@ -80,9 +80,9 @@ def cuda(monkeypatch) -> "Iterator[FakeCuda]":
 
     from scripts.measure.timing import flush_buffer, own_stream
 
-    kept = flush_buffer, own_stream
-    for of_a_gpu in kept:
+    originals = flush_buffer, own_stream
+    for of_a_gpu in originals:
         of_a_gpu.cache_clear()
     yield FakeCuda(monkeypatch)
-    for of_a_gpu in kept:
+    for of_a_gpu in originals:
         of_a_gpu.cache_clear()

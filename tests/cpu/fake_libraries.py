@@ -35,9 +35,9 @@ def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
 def sgl_kernel(shape: MoeShape, newest: bool = False) -> ModuleType:
     """sglang-kernel 0.4.3, or 0.4.10."""
 
-    def moe_fused_gate(logits, bias, groups, kept, top_k, shared, scaling, scale_weights):
+    def moe_fused_gate(logits, bias, groups, topk_groups, top_k, shared, scaling, scale_weights):
         assert logits.dtype == bias.dtype == torch.float32
-        assert (groups, kept, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
+        assert (groups, topk_groups, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
         assert shared == 0 and scale_weights is True
         ids, weights = choose_experts(logits, bias, scaling, shape)
         ids = ids.int()

@@ -261,11 +261,10 @@ def check_queue(ptx: str, readers: int = 3, others: int = 0) -> None:
         others: times that lanes of a warp wait for each other for another reason.
     """
     # All roles that take tiles: their lanes have read the slot before one of them frees it.
-    taken = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
-    kept = (
-        4 + others
-    )  # around the stores of a tile's B scales, for the first tile and for the next ones
-    assert len(taken) == ptx.count("bar.warp.sync") - kept == readers
+    reads = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
+    # Four around the stores of a tile's B scales, for the first tile and for the next ones.
+    others += 4
+    assert len(reads) == ptx.count("bar.warp.sync") - others == readers
     # Who serves waits for a free slot before every tile, and once more before it may exit.
     served = ptx[: ptx.index("atom.global.add")]
     empty = re.findall(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]", served)[-1]

@@ -202,11 +202,11 @@ def test_what_is_prepared_is_loaded_once_on_every_gpu(gpu):
 def test_nothing_is_kept_of_what_is_prepared_with(gpu):
     """The weights may be freed, moved and written over."""
     given = tensors()
-    kept = [weakref.ref(tensor) for tensor in given.values()]
+    references = [weakref.ref(tensor) for tensor in given.values()]
     of = (given["ids"], given["weights"], given["x"], *(given[name] for name in WEIGHTS))
     assert prepare(experts, *of, tokens=4)
     del given, of
-    assert not any(tensor() is not None for tensor in kept)
+    assert not any(tensor() is not None for tensor in references)
 
 
 def test_nothing_is_to_do_on_the_cpu(monkeypatch):

@@ -110,11 +110,11 @@ WRONG = {
 def test_wrong_arguments_are_named(layout, name) -> None:
     inputs = arguments(layout)
     place = -1 if name == "out" else list(WRONG).index(name)
-    said = {"rows": "m_indptr" if layout == CONTIGUOUS else "masked_m"}.get(name, name)
+    argument = {"rows": "m_indptr" if layout == CONTIGUOUS else "masked_m"}.get(name, name)
     for wrong in WRONG[name]:
         given = [*inputs, new_output(inputs)]
         given[place] = wrong(given[place])
-        with pytest.raises(ValueError, match=f"^{said}: expected .*, got "):
+        with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
             RUN[layout](*given)
         assert given[-1] is None or bool(given[-1].isnan().all()), "nothing was written"
 

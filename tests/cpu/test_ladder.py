@@ -573,24 +573,24 @@ def test_flat_expects_the_rows_of_experts_that_have_any(tokens):
 
 @pytest.mark.parametrize("offset", [32, 512], ids=["some_local", "none_local"])
 def test_flat_rows_without_a_pair_are_not_written(offset, weights, monkeypatch):
-    kept: list[Any] = []
+    tensors: list[Any] = []
     workspace = steps.workspace
 
     def keep(*arguments: Any) -> Any:
-        kept.append(workspace(*arguments))
-        return kept[0]
+        tensors.append(workspace(*arguments))
+        return tensors[0]
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
     monkeypatch.setattr(steps, "workspace", keep)
     inputs = bruteforce.random_inputs(SMALL, 21, offset, 5, weights)
     output_of(v4.moe, inputs)
     total = int(steps.route(inputs, SMALL).m_indptr[-1])
-    q, q_scale = kept[0].q, kept[0].q_scale
+    q, q_scale = tensors[0].q, tensors[0].q_scale
     assert q.shape[0] == 21 * 8 and (total == 0) == (offset == 512)
     assert (q.view(torch.uint8)[total:] == 0xFF).all() and q_scale[:, total:].isnan().all()
     assert q[:total].float().isfinite().all() and q_scale[:, :total].isfinite().all()
     if total == 0:  # `o` lies over the other buffers, which are not written either then
-        assert kept[0].o.isnan().all()
+        assert tensors[0].o.isnan().all()
 
 
 # --- workspace of v3 and flat -------------------------------------------------------------------

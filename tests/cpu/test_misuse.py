@@ -154,8 +154,8 @@ def test_a_factor_beyond_all_floats_is_refused(layer, factor, inputs) -> None:
     out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
     with pytest.raises(ValueError) as error:
         layer(inputs._replace(routed_scaling_factor=factor), out)
-    said = str(error.value)
-    assert said.startswith("routed_scaling_factor: expected") and len(said) < 200
+    message = str(error.value)
+    assert message.startswith("routed_scaling_factor: expected") and len(message) < 200
     assert out.isnan().all()
 
 

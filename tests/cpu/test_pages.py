@@ -34,8 +34,8 @@ def spans(page: Path) -> list[str]:
 
 @cache
 def files() -> list[str]:
-    said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    listed = said.stdout.split() or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*")]
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    listed = done.stdout.split() or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*")]
     return [*listed, *{parent.as_posix() for p in listed for parent in Path(p).parents}]
 
 

@@ -58,11 +58,11 @@ def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
 
 def test_a_measurements_sources_are_those_that_its_rows_name(now) -> None:
     changed = "Since this measurement the source of v1 has changed."
-    for was, said in (("1", ""), ("0", changed), (None, "")):
+    for was, remark in (("1", ""), ("0", changed), (None, "")):
         into = Writer("stages", "a GPU", "m")
         into.add({"tokens": 1}, "a config", solution=V1, hash=was)
         into.add({"tokens": 1}, "triton_moe", hash="3" if was else None)
-        assert sources.changed_since(into.result, "stages") == said
+        assert sources.changed_since(into.result, "stages") == remark
 
 
 def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:

@@ -70,10 +70,10 @@ def operator(layer: Layer) -> str:
 
 
 @LAYERS
-@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
+@pytest.mark.parametrize("mode", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
                                  {"pre_dispatch": True}], ids=str)  # fmt: skip
-def test_make_fx_records_one_node_that_computes(layer, how):
-    traced = make_fx(layer, **how)(tensors())
+def test_make_fx_records_one_node_that_computes(layer, mode):
+    traced = make_fx(layer, **mode)(tensors())
     assert calls_of(traced.graph) == ["aten.empty_like.default", operator(layer)]
     assert torch.equal(traced(tensors(1)), layer(tensors(1)))
 

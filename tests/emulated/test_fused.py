@@ -198,7 +198,7 @@ def test_the_compiled_function_refuses(emulator):
     wanted = arguments["output"].clone()
     call = make_call(9, wanted.device, SHAPE, 1, CONFIGS["8 swapped"])
     emulator.reports.clear()
-    held, taken = set(emulator.host.ranges), []
+    ranges, accepted = set(emulator.host.ranges), []
     for fault, name in product(FAULTS, [*MoeInputs._fields[:8], "output"]):
         if fault == "misaligned" and name.endswith("scale"):
             continue  # not asked of them
@@ -206,18 +206,18 @@ def test_the_compiled_function_refuses(emulator):
         output = given.pop("output")
         try:
             call(MoeInputs(**given), output)
-            taken.append((fault, name))
+            accepted.append((fault, name))
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
             continue
-    assert taken == [] and not emulator.reports
+    assert accepted == [] and not emulator.reports
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
-    assert set(emulator.host.ranges) == held  # every workspace was given back
+    assert set(emulator.host.ranges) == ranges  # every workspace was given back
 
 
 def test_a_launch_that_fails_leaves_no_workspace(emulator):
     inputs = inputs_of(9, 4)
     wanted = output_of(inputs, "8 swapped")
-    held = set(emulator.host.ranges)
+    ranges = set(emulator.host.ranges)
 
     def fail(ptx: str) -> str:
         raise emulator.EmulationError("no such kernel")
@@ -225,7 +225,7 @@ def test_a_launch_that_fails_leaves_no_workspace(emulator):
     emulator.host.ptx_transform = fail
     with pytest.raises(emulator.EmulationError, match="no such kernel"):
         output_of(inputs, "8 swapped")
-    assert set(emulator.host.ranges) == held
+    assert set(emulator.host.ranges) == ranges
     emulator.host.ptx_transform = None
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
 

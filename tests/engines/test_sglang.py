@@ -256,12 +256,12 @@ def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch
         scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
     arrived = deepep.DeepEPLLDispatchOutput(given, scale, ids, weights, counts, 6)
     prepared = []
-    monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
     out = [method.apply(module, arrived) for _ in range(2)][1]
     assert isinstance(out, deepep.DeepEPLLCombineInput)
     assert out.topk_ids is ids and out.topk_weights is weights
-    ((call, how),) = prepared
-    assert call[0] is plugin.batched_experts and how["expected_m"] == 6
+    ((call, kwargs),) = prepared
+    assert call[0] is plugin.batched_experts and kwargs["expected_m"] == 6
     for expert, count in enumerate(counts.tolist()):
         of_expert = torch.full((count, 1), expert)
         reference = layer(x[expert, :count], of_expert, torch.ones(count, 1), of)
@@ -381,19 +381,19 @@ def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
 def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
     """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU."""
     of, prepared = Weights(LOCAL, H, WIDTH), []
-    monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
     method, module = method_and_layer(of)
     method.create_moe_runner(module, config_of())
     assert not prepared, "on a CPU"
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     method.create_moe_runner(module, config_of())
     monkeypatch.undo()
-    (((function, *call), how),) = prepared
+    (((function, *call), kwargs),) = prepared
     given = tokens(local_ids())
     weights, ids, _ = given.topk_output
     passed = (ids, weights, given.hidden_states, of.w13, of.w13_scale, of.w2, of.w2_scale)
     assert function is plugin.experts
-    assert how == {"accurate": False, "num_experts": E, "swiglu_limit": None}
+    assert kwargs == {"accurate": False, "num_experts": E, "swiglu_limit": None}
     for made, real in zip(call, passed, strict=True):
         assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
 

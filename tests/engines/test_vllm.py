@@ -259,7 +259,7 @@ def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, mon
     monkeypatch.setattr(vllm_experts, "is_forward_context_available", lambda: True)
     monkeypatch.setattr(vllm_experts, "get_forward_context", lambda: context)
     prepared, called, run = [], [], vllm_experts.batched_experts
-    monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **how: prepared.append(call))
+    monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **kwargs: prepared.append(call))
 
     def spy(*call: Any, **options: Any) -> torch.Tensor:
         called.append(options["expected_m"])
@@ -302,7 +302,7 @@ WHY_NOT = [
 
 
 @pytest.fixture
-def said():
+def logged():
     """Collect our messages that vLLM logs, those below its own logger's name."""
 
     class Collecting(logging.Handler):
@@ -359,12 +359,12 @@ def test_all_that_quantises_to_fp8_blocks_offers_its_layers():
 
 
 @pytest.mark.parametrize("top_k", [7, 8])
-def test_the_plugin_chooses_and_says_so_once(top_k, selection, said):
+def test_the_plugin_chooses_and_says_so_once(top_k, selection, logged):
     for method in (RoutingMethodType.DeepSeekV3, RoutingMethodType.Renormalize):
         config = config_of(routing_method=method, experts_per_token=top_k)
         backend, chosen = selection(config, *KEYS)
         assert (backend.name, chosen) == ("TRITON", vllm_experts.Experts)
-    assert said == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
+    assert logged == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
 
 
 @pytest.mark.parametrize(
@@ -388,17 +388,17 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
 
 
 @pytest.mark.parametrize(("changes", "keys", "why"), WHY_NOT)
-def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, said):
+def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, logged):
     assert selection(config_of(**changes), *keys)[0] == "theirs"
-    (line,) = said
+    (line,) = logged
     assert line.startswith("moe_fp8 does not serve layers of ") and why in line
     assert line.endswith("; vLLM's kernel does")
 
 
-def test_elsewhere_than_on_hopper(selection, said, monkeypatch):
+def test_elsewhere_than_on_hopper(selection, logged, monkeypatch):
     monkeypatch.setattr(served, "on_hopper", lambda: False)
     assert selection(config_of(experts_per_token=6), *KEYS)[0] == "theirs"
-    assert len(said) == 1 and "top 6, 512 x 256: no Hopper GPU; vLLM's kernel does" in said[0]
+    assert len(logged) == 1 and "top 6, 512 x 256: no Hopper GPU; vLLM's kernel does" in logged[0]
 
 
 def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
@@ -413,8 +413,8 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
     backend, experts_cls = selection(config, *KEYS)
     loaded = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
     stub = SimpleNamespace(weight_block_size=[128, 128])
-    kept = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
-    assert all(a is b for a, b in zip(kept, loaded, strict=True))
+    converted = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
+    assert all(a is b for a, b in zip(converted, loaded, strict=True))
     quant_config = oracle.make_fp8_moe_quant_config(
         backend, weights.w13_scale, weights.w2_scale, None, None, block_shape=[128, 128]
     )
@@ -434,7 +434,7 @@ def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypa
     topk_weights, ids = grouped_topk(x, logits, bias)
     prepared = []
     monkeypatch.setattr(
-        vllm_experts, "prepare", lambda *call, **how: prepared.append((call, how["tokens"]))
+        vllm_experts, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs["tokens"]))
     )
     made = vllm_experts.Experts(config_of(max_num_tokens=2048), quant_config_of(weights))
     kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), made)
@@ -464,12 +464,12 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
     assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
 
 
-def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, said):
+def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, logged):
     """Its arguments reach vLLM's function as they came."""
     assert selection(None, *KEYS, True) == ("theirs", True)
     found = selection(config=None, weight_key=KEYS[0], activation_key=KEYS[1])
     assert found == ("theirs", False)
-    (line,) = said
+    (line,) = logged
     assert "does not serve a layer: AttributeError: 'NoneType' object has no attribute" in line
 
 
@@ -516,13 +516,13 @@ SELECTS = f"{plugin.MOE}.oracle.fp8.{plugin.SELECT}(config weight_key activation
         *((without(path), path.replace(":", ".")) for path in plugin.NEEDED),
     ],
 )
-def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, said):
+def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, logged):
     """Whatever its version calls itself, and in one line."""
     monkeypatch.setenv(served.VLLM, "1")
     change(monkeypatch)
     before = [getattr(module, plugin.SELECT, None) for module in QUANTISERS]
     plugin.register()
-    (line,) = said
+    (line,) = logged
     assert re.match(rf"moe_fp8 is off: vllm .* lacks what it needs: {re.escape(lacks)}", line)
     assert [getattr(module, plugin.SELECT, None) for module in QUANTISERS] == before
 

@@ -149,9 +149,9 @@ def test_counts_that_are_none(weights):
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("expected_m", [4, 64, 256])
 def test_a_graph_serves_any_counts(expected_m, fp8, weights):
-    held = tokens_of(COUNTS["none"], fp8)
+    static = tokens_of(COUNTS["none"], fp8)
     out = torch.full((EXPERTS, ROWS, HIDDEN), 7.0, dtype=torch.bfloat16, device="cuda")
-    call = held | weights | {"expected_m": expected_m, "out": out}
+    call = static | weights | {"expected_m": expected_m, "out": out}
     batched_experts(**call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -159,7 +159,7 @@ def test_a_graph_serves_any_counts(expected_m, fp8, weights):
     for counts in COUNTS.values():
         given = tokens_of(counts, fp8)
         for name, tensor in given.items():
-            held[name].copy_(tensor)
+            static[name].copy_(tensor)
         out.fill_(7)
         graph.replay()
         assert torch.equal(out, run(given | weights, expected_m=expected_m))
@@ -193,9 +193,9 @@ def test_nothing_is_compiled_after_prepare(accurate, weights, monkeypatch, tmp_p
         given = tokens_of([min(rows, n) for n in COUNTS["dozens"]], True, rows)
         run(call | given, expected_m=expected_m)
     assert prepare(batched_experts, **call) == 0
-    graph, held = torch.cuda.CUDAGraph(), call | tokens_of(8 * [5], True, 77)
+    graph, static = torch.cuda.CUDAGraph(), call | tokens_of(8 * [5], True, 77)
     out = torch.full((EXPERTS, 77, HIDDEN), 7.0, dtype=torch.bfloat16, device="cuda")
     with torch.cuda.graph(graph):  # as many rows as no call had
-        batched_experts(**held, out=out)
+        batched_experts(**static, out=out)
     graph.replay()
-    assert torch.equal(out, run(held))
+    assert torch.equal(out, run(static))

@@ -187,14 +187,14 @@ def test_weight_scales_in_e8m0_have_the_bits_of_float32(given_to):
 @pytest.mark.parametrize("tokens", [7, 80, 901])
 def test_in_a_graph_that_serves_any_choice(tokens, engine_call):
     call, _ = engine_call(tokens)
-    held = {"topk_ids", "topk_weights", "x"}
+    copied = {"topk_ids", "topk_weights", "x"}
     experts(**call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = experts(**call)
     for seed in (2, 3):
         other, inputs = engine_call(tokens, seed=seed)
-        for name in held:
+        for name in copied:
             call[name].copy_(other[name])
         graph.replay()
         assert torch.equal(output, output_of(v5, inputs))

@@ -120,17 +120,17 @@ def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, mak
 def test_in_a_graph_after_other_calls_and_on_another_stream(module, make_inputs):
     cases = [make_inputs(80, routing, seed=seed) for seed, routing in enumerate(ROUTINGS)]
     wanted = [output_of(module, inputs) for inputs in cases]
-    held = cases[0]._replace(
+    static = cases[0]._replace(
         **{name: getattr(cases[0], name).clone() for name in MoeInputs._fields[:4]}
     )
-    output = new_output(held)
+    output = new_output(static)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph):
-        module.run(*held, output)
+        module.run(*static, output)
     output_of(module, make_inputs(1009))  # a larger workspace than the captured one
     for inputs, expected in zip(cases, wanted, strict=True):
         for name in MoeInputs._fields[:4]:
-            getattr(held, name).copy_(getattr(inputs, name))
+            getattr(static, name).copy_(getattr(inputs, name))
         output.fill_(torch.nan)
         graph.replay()
         assert torch.equal(output, expected)
@@ -145,13 +145,13 @@ def test_the_workspace_is_given_back(module, make_inputs):
     inputs = make_inputs(901)
     output = new_output(inputs)
     module.run(*inputs, output)
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     module.run(*inputs, output)
-    assert torch.cuda.memory_allocated() == held < torch.cuda.max_memory_allocated()
+    assert torch.cuda.memory_allocated() == allocated < torch.cuda.max_memory_allocated()
     with pytest.raises(ValueError, match="hidden_states"):
         module.run(*inputs._replace(hidden_states=inputs.hidden_states[:, :-128]), output)
-    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.memory_allocated() == allocated
 
 
 @pytest.mark.parametrize("tokens", [7, 80, 901, 4096])

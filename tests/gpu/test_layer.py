@@ -133,19 +133,19 @@ def check_replays(module, cases: list[MoeInputs], wanted: list[torch.Tensor]) ->
     """The whole call, routing included, captured once with the first inputs and replayed for all,
     which have as many tokens."""
     changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
-    held = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
-    output = new_output(held)
+    static = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
+    output = new_output(static)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        module.run(*held, output)  # warm up outside the capture
+        module.run(*static, output)  # warm up outside the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        module.run(*held, output)
+        module.run(*static, output)
     for inputs, expected in zip(cases, wanted, strict=True):
         for name in changing:
-            getattr(held, name).copy_(getattr(inputs, name))
+            getattr(static, name).copy_(getattr(inputs, name))
         output.fill_(torch.nan)
         graph.replay()
         assert torch.equal(output, expected)

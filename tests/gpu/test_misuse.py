@@ -157,11 +157,11 @@ def guarded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_inputs):
     inputs = make_inputs(tokens)
     pairs = {name: guarded(getattr(inputs, name)) for name in TENSORS}
-    held = inputs._replace(**{name: tensor for name, (_, tensor) in pairs.items()})
+    padded = inputs._replace(**{name: tensor for name, (_, tensor) in pairs.items()})
     for of, module in MODULES.items():
         wanted = output_of(module, inputs)
         around, output = guarded(new_output(inputs))
-        module.run(*held, output)
+        module.run(*padded, output)
         assert torch.equal(output, wanted), f"{of} reads what is around its arguments"
         pads = {"output": around} | {name: memory for name, (memory, _) in pairs.items()}
         for name, memory in pads.items():
@@ -191,7 +191,7 @@ def test_what_others_left_in_memory(tokens, byte, make_inputs):
 @pytest.fixture
 def full() -> Iterator[list[torch.Tensor]]:
     """All of this process's GPU memory taken: to be released by clearing the list."""
-    taken: list[torch.Tensor] = []
+    blocks: list[torch.Tensor] = []
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
@@ -200,12 +200,12 @@ def full() -> Iterator[list[torch.Tensor]]:
         for size in (2**exponent for exponent in range(34, 19, -1)):
             while True:  # what is free within the memory that torch has
                 try:
-                    taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                    blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
                 except torch.OutOfMemoryError:
                     break
-        yield taken
+        yield blocks
     finally:
-        taken.clear()
+        blocks.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
 
@@ -339,7 +339,7 @@ def digest(calls: int = 20) -> str:
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(dims, generator=generator, device="cuda")
 
-    held = (
+    weights = (
         random_fp8(generator, e, 2 * i, h), normal(e, 2 * i // 128, h // 128),
         random_fp8(generator, e, h, i), normal(e, h // 128, i // 128),
     )  # fmt: skip
@@ -347,7 +347,7 @@ def digest(calls: int = 20) -> str:
     for tokens in (7, 80):
         inputs = MoeInputs(
             normal(tokens, 256), normal(256).bfloat16(),
-            random_fp8(generator, tokens, h), normal(h // 128, tokens), *held, 64, 2.5,
+            random_fp8(generator, tokens, h), normal(h // 128, tokens), *weights, 64, 2.5,
         )  # fmt: skip
         for module in (v4, v5):
             first = output_of(module, inputs)
