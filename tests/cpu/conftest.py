@@ -75,7 +75,7 @@ def measure(monkeypatch, tmp_path: Path) -> "Callable[..., tuple[Done, Rows]]":
 
 @pytest.fixture
 def cuda(monkeypatch) -> "Iterator[FakeCuda]":
-    """In the place of torch.cuda; see fake_cuda.py."""
+    """Replace torch.cuda by `fake_cuda`."""
     from fake_cuda import FakeCuda
 
     from scripts.measure.timing import flush_buffer, own_stream

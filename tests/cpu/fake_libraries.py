@@ -147,7 +147,7 @@ def deep_gemm(shape: MoeShape, newest: bool = False) -> ModuleType:
         return sum(sizes), parts
 
     def mega_moe(y, l1_weights, l2_weights, sym_buffer):
-        """In terms of the package's own order of the first projection's rows."""
+        """The first projection's rows are in the package's own order."""
         (w13, w13_scale), (w2, w2_scale) = l1_weights, l2_weights
         assert sym_buffer.group.rank() == 0
         assert sym_buffer.handle.buffer_ptrs == [sym_buffer.buffer.data_ptr()]

@@ -163,7 +163,7 @@ def _loop_of(lines: list[Line], labels: dict[str, int], name: str) -> range:
 
 
 def _loops(lines: list[Line], labels: dict[str, int]) -> Iterator[range]:
-    """From where a branch goes back to, to the branch."""
+    """Yield the loops: from the target of a backward branch to the branch."""
     for end, line in enumerate(lines):
         target = re.search(r"\(?(\.L_x_\d+)\)?", line.rest) if line.is_one_of("BRA") else None
         if target and labels.get(target[1], end + 1) <= end:
@@ -243,7 +243,7 @@ MOST_GROUPS = 8
 
 
 def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[frozenset[Load]]:
-    """By instruction: the loads from shared memory that may be under way when it issues."""
+    """Return, by instruction, the loads from shared memory that may be under way when it issues."""
 
     def waited(i: int, loads: frozenset[Load]) -> frozenset[Load]:
         return frozenset(load for load in loads if not lines[i].waits >> load.scoreboard & 1)
@@ -284,7 +284,7 @@ def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[froz
 
 
 def _successors(lines: list[Line], labels: dict[str, int]) -> list[set[int]]:
-    """By instruction, those that may be next; too many rather than too few."""
+    """Return, by instruction, those that may be next; too many rather than too few."""
     meeting: dict[str, set[int]] = {}  # by BSSY's barrier: where BSYNC goes on
     for line in lines:
         if line.is_one_of("BSSY") and (found := re.search(r"(B\d+), `\(([^)]+)\)", line.rest)):

@@ -300,7 +300,7 @@ def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
 def test_the_inputs_are_those_of_flashinfers_own_traces(
     folder: Path, limited: Path, qwen: Path
 ) -> None:
-    """By name and in its order: what calls a solution of its definition by position calls ours."""
+    """Names and order are equal, so that calls by position reach ours."""
     templates = pytest.importorskip("flashinfer.trace.templates.moe")
     for place, way in (folder, "ds"), (limited, "ds"), *((qwen, way) for way in WAYS.values()):
         template = getattr(templates, f"trtllm_fp8_block_scale_moe_{way}_routing_trace")

@@ -119,7 +119,7 @@ def test_a_missing_package_is_one_line(name, monkeypatch):
 
 @every_module
 def test_an_unsupported_gpu_is_one_line(name, monkeypatch):
-    """Before anything is imported: whether the package is there does not matter."""
+    """The check comes before all imports, so the package may be missing."""
     module = MODULES[name]
     own = supported.require_gpu.__wrapped__
     device = torch.device("cuda", 0)

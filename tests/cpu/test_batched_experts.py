@@ -249,7 +249,7 @@ def test_a_call_without_tokens(tokens):
 
 
 def test_rows_that_lie_by_expert_are_not_gathered() -> None:
-    """With as few columns as the layer gathers its rows for: 512 of an expert, then 64."""
+    """The layer would gather its rows for so few columns: 512 of an expert, then 64."""
     shape, cpu = MoeShape(8, 8, 512, 256, 1, 1, 1, "given"), torch.device("cpu")
     for rows, slices in ((512, False), (64, True)):
         first, _ = FusedLayer(shape).chosen(8 * rows, cpu)

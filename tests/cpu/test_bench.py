@@ -213,7 +213,7 @@ def test_each_workload_is_kept_at_once_with_what_it_is_of(gpu) -> None:
 
 
 def test_of_a_large_definition_a_benchmark_serves_one_workload(gpu, monkeypatch) -> None:
-    """Before it begins, the one before is closed and its memory given back."""
+    """The earlier benchmark is closed and its memory released before the next one begins."""
     order: list[object] = []
     monkeypatch.setattr(MoeDefinition, "large", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -812,8 +812,8 @@ def test_the_options_choose_what_is_emulated(by_kernels, monkeypatch, options, a
 
 
 def test_resume_makes_up_the_kernels_that_have_not_run(by_kernels, monkeypatch) -> None:
-    """For an interrupt, which keeps no model's result in the place of its kernels', for want of a
-    compiler, or because fewer tokens were asked for."""
+    """Solutions lack an emulated result after an interrupt, without a compiler, or if fewer tokens
+    were asked for. No result of the model takes its place."""
 
     def the_first_alone(*arguments):
         yield next(all_of_them(*arguments))
@@ -971,7 +971,7 @@ BUNDLE = {
 
 
 def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, tmp_path) -> None:
-    """Whatever an earlier call has launched."""
+    """The launches of an earlier call do not count."""
     import ptxemu
 
     for name, content in BUNDLE.items():

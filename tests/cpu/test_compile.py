@@ -360,9 +360,8 @@ def test_fused(target, tokens, terms, compiled_code):
     assert ("cvt.rn.f16x2.e4m3x2" in gemm1) == (terms == 2), "what the first term leaves"
     waits = ptx.count("griddepcontrol.wait")
     if architecture is BLACKWELL:
-        # Of a GEMM that knows its rows, as the first one behind a permute and the second do, only
-        # who loads A or its scales waits; of the second at its end, and before where its rows would
-        # reach what the first one reads.
+        # GEMM1 after a permute and GEMM2 know their rows: only the warps that load A or its scales
+        # wait. GEMM2 waits at its end, and before it writes rows that GEMM1 reads.
         assert waits == (7 if gathers else 11)
         # Up and gate of 128 columns: under swap_ab two MMA one above the other, or two CTAs.
         assert gemm1.count(mma) == (8 if gathers and not first.by_pairs else 4)
@@ -385,7 +384,7 @@ def test_fused(target, tokens, terms, compiled_code):
 
 
 OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8m0=True)
-"""With a clamp, and scales that are powers of two."""
+"""The activation has a clamp, and scales are powers of two."""
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,7 @@ def test_batched_experts(architecture, rows, terms, tokens, compiled_code):
 
 @pytest.mark.parametrize("evict_first", [True, *more(False)])
 def test_the_weights_leave_l2_first(evict_first, compiled_code):
-    """They alone, and only where it is asked for."""
+    """Only weights are loaded with this hint, and only if the config asks for it."""
     first, second = (
         dataclasses.replace(config, evict_first=evict_first)
         for config in HOPPER.choose_layer(1, DEEPSEEK_V3)
@@ -581,7 +580,7 @@ MOST = {
 
 
 def check_counts(cubin: bytes, of: object) -> dict[str, str]:
-    """No kernel of an object has more than `MOST`; gives the kernels' text by name."""
+    """Check that no kernel of an object has more than `MOST`; return the kernels' text by name."""
     codes = disassemble(cubin)
     for kernel, text in codes.items():
         found = counts(text)
@@ -682,7 +681,7 @@ def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatc
     monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")  # its key knows nothing of the fence
     assert not early()
     monkeypatch.setattr(cutlass.cute.arch, "fence_proxy", lambda *_, **__: None)
-    # Of a row and of its weight, which returns before the row and has no scoreboard of its own.
+    # The loads of a row and of its weight, which returns first and has no scoreboard of its own.
     assert {line.name for one in early() for line in one.loads} == {"LDS.128", "LDS"}
 
 
@@ -794,7 +793,7 @@ CASES = [
     ids=[f"{d.short}-{a.target}-{rows} rows-{terms} terms" for d, a, rows, terms in CASES],
 )
 def test_other_definitions(definition, architecture, rows, terms, compiled_code):
-    """With what the heuristic picks for few or for many rows."""
+    """Configs that the heuristic picks for few and for many rows."""
     shape = MoeShape(**definition.shape)
     tokens = rows * shape.num_experts // shape.top_k
     first, second = architecture.choose_layer(tokens, shape, terms)
@@ -932,7 +931,7 @@ def test_what_completes_the_barriers_of_a_stage_on_blackwell():
         config = BlackwellConfig(**cluster)
         counts = GemmLoad(config, 4096, 7168, 32).counts
         assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
-    # Of a pair's MMA the first CTA hears of both CTAs' operands, and frees the stages of both.
+    # The first CTA of a pair issues the MMA: it gets both CTAs' arrivals and frees both' stages.
     pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
     assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
     assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)

@@ -179,7 +179,7 @@ def reference(definition: Entry):
 
 
 def arguments_of(definition: MoeDefinition, inputs: MoeInputs) -> list:
-    """In the order of the definition."""
+    """Return the inputs in the order of the definition."""
     return [getattr(inputs, name) for name in load(definition).inputs]
 
 

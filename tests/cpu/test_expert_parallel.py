@@ -213,7 +213,7 @@ def test_a_dtensor_is_refused_by_name(alone, name):
 
 @pytest.mark.parametrize("with_buffer", [False, True])
 def test_one_of_several_tokens_by_a_slice(alone, with_buffer):
-    """Its scales lie as far apart as those of all."""
+    """The strides of one token's scales are those of all tokens."""
     logits, bias, x, x_scale, *weights = given_to(0, 1, 9)
     arguments = logits[3:4], bias, x[3:4], x_scale[:, 3:4], *weights
     buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None

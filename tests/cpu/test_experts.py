@@ -99,7 +99,7 @@ def test_the_forms_agree_to_the_bit():
 @pytest.mark.parametrize("accurate", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_bits_of_the_layer_with_its_routing(tokens, accurate):
-    """For the same choices, in whatever order they are given."""
+    """The same choices give the same bits, in any order."""
     tensors = tensors_of(tokens)
     options = {"local_expert_offset": OFFSET, "accurate": accurate}
     wanted = fused_moe(*tensors, routed_scaling_factor=2.5, **options, **ROUTING)

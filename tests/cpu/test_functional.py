@@ -139,7 +139,7 @@ class Module(torch.nn.Module):
 
 
 def test_exported_saved_and_loaded():
-    """For any number of tokens, by torch.export."""
+    """torch.export makes a program for any number of tokens."""
     tokens, layer, file = torch.export.Dim("tokens", max=2**20), Module(), io.BytesIO()
     dynamic = ({0: tokens}, None, {0: tokens}, {1: tokens})
     exported = torch.export.export(layer, tensors_of(7)[:4], dynamic_shapes=(dynamic,))

@@ -88,7 +88,7 @@ def files(root: Path) -> dict[str, tuple[int, int]]:
 def test_the_cache_lies_where_the_environment_says(
     home, chosen, users, expected, monkeypatch, capsys
 ):
-    """One directory for all solutions: a packed one's package has another name after every edit."""
+    """All solutions share a directory: a packed package has a new name after every edit."""
     monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
     for name, value in (("HOME", home), (CACHE_VARIABLE, chosen), ("XDG_CACHE_HOME", users)):
         monkeypatch.setenv(name, value or "")
@@ -265,7 +265,7 @@ def in_processes(work: Callable[[int], Any], number: int) -> list[int | None]:
 
 
 def test_of_four_processes_one_builds(tmp_path):
-    """All are new at the same time, as on a node of GPUs."""
+    """All processes start at once, as on a node of GPUs."""
 
     def build(i: int) -> str:
         (tmp_path / f"by-{i}").touch()

@@ -188,7 +188,7 @@ def test_chunks_of_tokens_change_nothing(layer, chunk, weights, called, monkeypa
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(0, 16), (1, 16), (7, 3), (40, 16)])
 def test_fused_treats_tokens_on_their_own(tokens, chunk, weights, monkeypatch):
-    """In chunks and alone the same bits; the intermediate is float32 until it is quantised."""
+    """Chunks give the bits of one call; the intermediate is float32 until it is quantised."""
     inputs = bruteforce.random_inputs(SMALL, tokens, 32, 12, weights, favourite=40)
     whole = output_of(FUSED, inputs)
     monkeypatch.setattr(call_module, "CHUNK_TOKENS", chunk)
@@ -498,7 +498,7 @@ def test_aligned_rows(counts, tiles, called, monkeypatch):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_clustered_says_all_that_it_knows(counts):
-    """Its host has the counts: nothing of the heuristic is for benchmarks alone."""
+    """The host of v3 has the counts, so every branch of the heuristic serves a solution."""
     choose = Choose(64, 16)
     assert [*v3.counted_configs(counts, DEEPSEEK_V3, choose)] == choose.configs
     active = [count for count in counts if count]

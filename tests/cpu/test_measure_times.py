@@ -144,7 +144,7 @@ def calls(cuda, monkeypatch):
 
 
 def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cuda) -> None:
-    """For want of memory: for a call's buffers, or in the harness's copies of its arguments."""
+    """Memory runs out for a call's buffers, or for the harness's copies of its arguments."""
     into = rows.Writer("times", "GPU A", "m")
     case = times.Case(small.definition(), {"tokens": 2}, [], 0.1, limit=2e-3)
     times.measure(into, case, calls, {"right": {"peer": False}}, 3)

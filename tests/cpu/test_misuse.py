@@ -29,7 +29,7 @@ TENSORS = MoeInputs._fields[:8]
 NAN = 0x7F
 """The NaN of float8_e4m3fn, which has no infinity."""
 SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
-"""With the definition's routing, so that its reference applies."""
+"""The routing is the definition's, so that its reference applies."""
 TOKENS = 5
 
 
@@ -179,7 +179,7 @@ def test_a_factor_of_any_value_is_the_references(factor, inputs, clean, referenc
 
 
 def with_bad(inputs: MoeInputs, name: str, bad: float) -> MoeInputs:
-    """One element replaced: of token 4, of expert 70, or of a block of its weights."""
+    """Replace one element: of token 4, of expert 70, or of a block of its weights."""
     x = getattr(inputs, name).clone()
     if x.dtype is torch.float8_e4m3fn:
         x.view(torch.uint8)[(6, 3, 5) if x.dim() == 3 else (4, 5)] = NAN

@@ -403,7 +403,7 @@ OTHERS = [*KINDS, *GEMMS]
 @pytest.mark.all
 @pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
 def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None:
-    """One of ours computes, a peer's asks for a GPU."""
+    """Our bundle computes; a peer's needs a GPU."""
     found = {g.path.stem: g for g in pack.generations(definition=definition)}
     if gemm := isinstance(definition, GemmDefinition):
         inputs, names = gemm_arguments(definition.rows), PACKED[definition.rows]

@@ -14,7 +14,7 @@ MADE = ("blob/", "traces/", "solutions/moe-fp8-cutedsl/", ".venv")
 FOLDERS = ("", "docs", "docs/notes", "solutions/moe_fp8", "solutions/moe_fp8/kernels", "tests")
 """Folders that a page's paths may be relative to."""
 ELSEWHERE = {
-    # What a packed solution and other projects have.
+    # Files of a packed solution and of other projects.
     *("main.py", "hpc/fuse_moe.py", "hpc/group_gemm.py"),
     # Examples.
     *("solutions/moe_fp8/ladder/v7_idea.py", "x.py", "x/__init__.py"),

@@ -246,7 +246,7 @@ IMPOSSIBLE["evaluation"]["performance"] |= {"latency_ms": 0.0, "speedup_factor":
 def test_failed_results_give_no_speed_and_win_nothing(
     tmp_path: Path, failed: dict, status: str
 ) -> None:
-    """Whatever their traces say of it."""
+    """Times in the traces of failed results are ignored."""
     traces = [*of("x", {7: 2.0}), *of("y", {7: 1.0, 80: 5.0}), failed]
     found = rank_of(tmp_path, traces)
     x = found["summary"]["x"]

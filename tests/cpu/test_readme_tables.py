@@ -141,7 +141,7 @@ def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> Non
 
 
 def test_the_hash_in_a_picture_is_of_the_data_alone(copy: Path, recorded: Recorded) -> None:
-    """Not of the place, nor of what lies there besides."""
+    """The hash depends neither on the place nor on other files there."""
     (copy / ".traces.jsonl.lock").touch()
     assert generated.data_hash(copy) == generated.data_hash(recorded.directory)
 

@@ -116,7 +116,7 @@ def test_renormalize_matches_brute_force(seed, top_k, spread):
     for chosen, ours, row in zip(wanted, ids.tolist(), logits.tolist(), strict=True):
         if chosen.margin > 0:
             assert ours == list(chosen.weights)
-        # Of logits that tie, the lower expert's.
+        # The lower expert's if logits tie.
         assert ours == sorted(sorted(range(24), key=lambda e: (-row[e], e))[:top_k])
     softmax = logits.double().softmax(dim=1).gather(1, ids)  # over all, then renormalised
     expected = 1.5 * softmax / softmax.sum(dim=1, keepdim=True)
@@ -183,7 +183,7 @@ def check_grouping(ids: torch.Tensor, offset: int, experts: int) -> None:
     ]
     assert rows.pair_row.tolist() == wanted_pair_row
     assert rows.weights is weights
-    # What a kernel may rely on beyond the values.
+    # Layouts that a kernel may rely on.
     assert rows.token_of_row.shape == (tokens * top_k,)
     assert ((rows.token_of_row >= 0) & (rows.token_of_row < tokens)).all()
     for tensor in (rows.token_of_row, rows.m_indptr, rows.pair_row):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Started(Exception):
-    """In place of the program that this process would become."""
+    """Replaces the program that this process would become."""
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +305,7 @@ def test_a_program_is_started_with_ctrl_c_kept_for_it(monkeypatch) -> None:
 
 @pytest.fixture
 def status_of(monkeypatch) -> mock.Mock:
-    """In place of what `run.py test` starts."""
+    """Replaces the commands that `run.py test` starts."""
     stand_in = mock.Mock(return_value=0)
     monkeypatch.setattr(run, "set_up", lambda extras: f"python {extras}")
     monkeypatch.setattr(run, "status_of", stand_in)

@@ -34,7 +34,7 @@ def now(monkeypatch) -> None:
         ({"cutedsl_moe_fp8_v0": "0", V1: "1", "theirs": "0"}, "source of v0 has", ""),
         ({V1: "", V2: "0", "triton_moe": "3"}, "source of v2 has", "v1"),
         ({V1: "10", "x": ""}, "source of v1 has", ""),  # measured twice
-        # Of a solution of several definitions the name is said once.
+        # A solution of several definitions is named once.
         ({V1: "1", GLM5: "3", EP8: "3", EP4: "3"}, "source of triton_moe has", ""),
     ],
 )

@@ -120,7 +120,7 @@ SPOILED: list[tuple[dict, str]] = [
 
 
 def changed(content: Any, changes: dict) -> Any:
-    """With these values in place of its own, at any depth."""
+    """Return the content with these values in place of its own, at any depth."""
     return content | {
         k: changed(content.get(k) or {}, v) if isinstance(v, dict) else v
         for k, v in changes.items()

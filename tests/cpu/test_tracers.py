@@ -201,7 +201,7 @@ def test_an_output_that_wants_a_derivative_is_refused(layer):
 
 
 def test_autograd_sees_that_the_output_was_written():
-    """Which a kernel does by address."""
+    """A kernel writes by address."""
 
     call = lambda inputs, out: None  # noqa: E731  # a layer
     out = torch.zeros(4)

@@ -127,7 +127,7 @@ def test_counts_are_close_to_the_captured_ones(spec) -> None:
 
 @by_draw
 def test_no_choice_hangs_on_a_small_margin(spec) -> None:
-    """In float32 and in torch: another implementation than the generator's own."""
+    """Recompute in torch and float32, unlike the generator."""
     made, definition = draw(spec), spec.definition
     scores = torch.from_numpy(made.logits)
     if "ds_routing" in definition.name:

@@ -24,7 +24,7 @@ def use_target(monkeypatch, target: str) -> None:
 
 
 class Gemm(NamedTuple):
-    """One grouped GEMM and what it must give."""
+    """A grouped GEMM and its expected output."""
 
     a: torch.Tensor
     a_scale: torch.Tensor

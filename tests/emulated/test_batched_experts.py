@@ -32,7 +32,7 @@ UNTOUCHED = 7.0
 def inputs_of(
     tokens: torch.dtype = FP8, rows: int = ROWS, counts=COUNTS, shape: MoeShape = SHAPE
 ) -> BatchedInputs:
-    """With NaN in the places beyond the counts."""
+    """Return inputs with NaN in the places beyond the counts."""
     torch.manual_seed(rows)
     e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     x, x_scale = torch.randn(e, rows, h).bfloat16(), None
@@ -119,7 +119,7 @@ def test_as_the_model(kernel, tokens, mode, emulator):
 )
 @pytest.mark.parametrize("kernel", [SOME[0], *more(*((k,) for k in SOME[1:]))], ids=str)
 def test_any_number_of_rows(kernel, rows, counts, emulator):
-    """Not only multiples of what TMA's strides are, and counts of a part of a tile."""
+    """Rows that TMA's strides do not divide, and counts of a part of a tile."""
     for tokens in (FP8, BF16):
         inputs = inputs_of(tokens, rows, counts)
         got = output_of(inputs, kernel)
@@ -129,7 +129,7 @@ def test_any_number_of_rows(kernel, rows, counts, emulator):
 
 @pytest.mark.parametrize("kernel", [EARLY], ids=str)
 def test_counts_beyond_the_places(kernel, emulator):
-    """No memory of others is read or written."""
+    """No memory around the arguments is read or written."""
     inputs = inputs_of(FP8, counts=[ROWS, 0, ROWS, 0, ROWS])
     wanted = output_of(inputs, kernel)
     given = [2**31 - 1, -(2**31), ROWS + 1, -1, 2**30]

@@ -162,11 +162,11 @@ def noticed(name: str, edit: Edit, emulator, inputs: MoeInputs | None = None) ->
 @pytest.mark.parametrize("name", ["8 swapped", "64 overlapped", "128"])
 @pytest.mark.parametrize("factor", ["0f00000000", "0f3F000000"], ids=["none", "half"])
 def test_a_wrong_second_term(factor, name, emulator):
-    """It is small: half of it must not pass for rounding."""
+    """The second term is small: half of it must not pass for rounding."""
     inputs = inputs_of(41, 4)
     wanted = torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16)
     reference.fused(inputs, wanted, SHAPE, terms=2)
-    # What the first term leaves is the one difference of a float32 and another.
+    # Only the rest after the first term is a difference of two float32.
     left = replace(r"sub\.f32\s+(%r\d+), [^;]*;", rf"\g<0>\nmul.f32 \1, \1, {factor};")
     emulator.host.ptx_transform = all_of(left)
     assert calc_diff(output_of(inputs, name, 2), wanted) > 100 * TOLERANCE[2]
@@ -347,7 +347,7 @@ def test_without_a_part_of_the_handing_over_after_a_permute(edit, emulator):
 
 
 def few_local_rows() -> MoeInputs:
-    """So few that the second GEMM's do not reach what the first one reads."""
+    """Return inputs with so few rows that GEMM2 writes none that GEMM1 reads."""
     inputs = inputs_of(41, 9)
     assert 0 < int(route(inputs, SHAPE).m_indptr[-1]) < 41 * SHAPE.top_k // 3
     return inputs

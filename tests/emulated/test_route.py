@@ -39,7 +39,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True, params=["sm_90a", *more("sm_100a")])
 def target(request, monkeypatch):
-    """No test knows what it is for: these kernels have nothing of one architecture."""
+    """Tests do not name a target: these kernels are the same for all architectures."""
     monkeypatch.setitem(globals(), "TARGET", request.param)
 
 

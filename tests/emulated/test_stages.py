@@ -24,7 +24,7 @@ NAN = 0x7F  # of e4m3
 
 @pytest.fixture(autouse=True, params=["sm_90a", *more("sm_100a")])
 def target(request, monkeypatch):
-    """No test knows what it is for: these kernels have nothing of one architecture."""
+    """Tests do not name a target: these kernels are the same for all architectures."""
     monkeypatch.setitem(globals(), "TARGET", request.param)
 
 
@@ -226,7 +226,7 @@ def test_permute_of_hardly_a_pair(pairs, mode, emulator):
 
 
 def test_permute_to_a_row_past_32_bits(emulator):
-    """Only what is touched of the many rows before it takes memory."""
+    """The many rows before it take no memory, because nothing touches them."""
     hidden, row = 512, 2**31 // 512 + 1
     x, x_scale = fp8(2, hidden), torch.randn(4, 2)
     pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)

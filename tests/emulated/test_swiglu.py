@@ -18,7 +18,7 @@ from test_layers import SHAPE, inputs_of
 from scripts.common.metrics import calc_diff
 
 LIMIT = 3.1
-"""No bfloat16: of one the compiler clamps before it widens."""
+"""A limit that is no bfloat16 value: with one the compiler would clamp before it widens."""
 LIMITED = Swiglu(LIMIT)
 OAI = Swiglu(LIMIT, alpha=1.702, beta=1.0)
 INTERMEDIATE = 256

@@ -243,7 +243,7 @@ def by_deepep(registered, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch):
-    """Its low-latency mode, whose combine applies the weights: no factor, no sum."""
+    """DeepEP's low-latency mode applies the weights in its combine: no factor and no sum here."""
     of, method, module = by_deepep
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(LOCAL, 12, H, generator=generator).bfloat16()
@@ -270,7 +270,7 @@ def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
-    """Its normal mode: this rank's part of each token's sum, which may have no tokens at all."""
+    """DeepEP's normal mode takes this rank's part of each token's sum; there may be no tokens."""
     of, method, module = by_deepep
     given = tokens(local_ids())
     weights, ids, _ = given.topk_output
@@ -400,7 +400,7 @@ def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
 
 @pytest.mark.parametrize("path", plugin.NEEDED)
 def test_an_sglang_that_lacks_what_is_needed_is_left_alone(path, monkeypatch, caplog):
-    """Whatever its version calls itself; nothing is half registered."""
+    """A missing name matters, not the version; nothing is registered in part."""
     resolve_name = served.pkgutil.resolve_name
 
     def changed(name: str) -> Any:
@@ -438,6 +438,6 @@ def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
 
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
-    """Without a GPU what SGLang says of the shapes alone."""
+    """Without a GPU only SGLang's rules about shapes apply."""
     x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K)
     assert output.shape == x.shape

@@ -161,7 +161,7 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
 
 
 def test_tokens_that_were_quantised_before(problem):
-    """After an exchange between ranks: scales [T, H/128], of either order."""
+    """An exchange between ranks quantises tokens; its scales [T, H/128] have either order."""
     from moe_fp8.reference import quantise_rows
 
     weights, x, logits, bias = problem
@@ -198,7 +198,7 @@ class AsDeepEp(batched.BatchedPrepareAndFinalize):
 
 @pytest.fixture
 def quantised(monkeypatch):
-    """For vLLM's own quantiser, which needs a GPU."""
+    """Replaces vLLM's own quantiser, which needs a GPU."""
     from moe_fp8.reference import quantise_rows
 
     def quantise(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -407,7 +407,7 @@ def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
 
 
 def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
-    """By its own functions, as its FP8 method calls them once a layer is loaded."""
+    """vLLM's FP8 method calls these functions once a layer is loaded."""
     weights, x, logits, bias = problem
     config = config_of(routing_method=RoutingMethodType.Renormalize)
     backend, experts_cls = selection(config, *KEYS)
@@ -429,7 +429,7 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
 
 
 def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):
-    """And no other one: by the tensors that vLLM's profiling run has."""
+    """The first call has the tensors of vLLM's profiling run; no later call prepares."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     prepared = []
@@ -465,7 +465,7 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
 
 
 def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, logged):
-    """Its arguments reach vLLM's function as they came."""
+    """vLLM's own function gets the arguments unchanged."""
     assert selection(None, *KEYS, True) == ("theirs", True)
     found = selection(config=None, weight_key=KEYS[0], activation_key=KEYS[1])
     assert found == ("theirs", False)
@@ -517,7 +517,7 @@ SELECTS = f"{plugin.MOE}.oracle.fp8.{plugin.SELECT}(config weight_key activation
     ],
 )
 def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, logged):
-    """Whatever its version calls itself, and in one line."""
+    """A missing name matters, not the version; one line says so."""
     monkeypatch.setenv(served.VLLM, "1")
     change(monkeypatch)
     before = [getattr(module, plugin.SELECT, None) for module in QUANTISERS]
@@ -534,6 +534,6 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
 
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
-    """Without a GPU what vLLM says of the shapes alone."""
+    """Without a GPU only vLLM's rules about shapes apply."""
     x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K)
     assert output.shape == x.shape

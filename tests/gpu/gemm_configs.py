@@ -42,7 +42,7 @@ BLACKWELL = (
     Sm100(tile_m=32, swap_ab=True, cluster_n=2),
 )
 OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
-"""By what the compiler calls an architecture; the others are compared with the first one."""
+"""Configs by the compiler's name of an architecture. Tests compare the others with the first."""
 
 FUSED = {
     "sm_90a": (

@@ -38,7 +38,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def tokens_of(counts: list[int], fp8: bool, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    """With NaN beyond the counts; the scales of FP8 as DeepEP lays them."""
+    """Return tokens with NaN beyond the counts; FP8 scales have DeepEP's strides."""
     generator = torch.Generator("cuda").manual_seed(sum(counts))
     x = torch.randn(EXPERTS, rows, HIDDEN, generator=generator, device="cuda").bfloat16()
     num_tokens = torch.tensor(counts, dtype=torch.int32, device="cuda")
@@ -58,7 +58,7 @@ def there_of(call: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def run(call: dict[str, Any], **options: Any) -> torch.Tensor:
-    """The output, of which nothing else than the tokens' places may be written."""
+    """Return the output; nothing but the tokens' places may be written."""
     out = torch.full(call["x"].shape, 7.0, dtype=torch.bfloat16, device="cuda")
     batched_experts(**call, **options, out=out)
     assert (out[~there_of(call)] == 7).all()
@@ -101,7 +101,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("expected_m", [1, 8, 16, 64, None])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_the_bits_of_experts(counts, expected_m, fp8, weights):
-    """Whatever is expected: configs change no bit."""
+    """`expected_m` chooses configs, which change no bit."""
     call = tokens_of(COUNTS[counts], fp8) | weights
     got = run(call, expected_m=expected_m)[there_of(call)]
     assert torch.equal(got, by_experts(call))
@@ -185,7 +185,7 @@ def test_nothing_is_compiled_after_prepare(accurate, weights, monkeypatch, tmp_p
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(fused.compile_fused, "functions", {})
     call = tokens_of(COUNTS["dozens"], True, 100) | weights | {"accurate": accurate}
-    # Of its own: what other tests made is kept in the layer of the same options.
+    # Options of its own: a layer keeps the calls that other tests made with its options.
     call["swiglu_limit"] = 12.5
     assert prepare(batched_experts, **call) >= 3
     monkeypatch.setattr(fused, "compiled", refuse)

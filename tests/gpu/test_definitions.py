@@ -97,7 +97,7 @@ def model_of_flat(
 
 @pytest.mark.parametrize("tokens", [5, 4099])
 def test_routing(tokens, definition, shape, make_inputs):
-    """Which experts, and which rows their pairs get; weights but for the rounding of `exp`."""
+    """Experts and rows of the pairs are equal; weights differ in the rounding of `exp` at most."""
     inputs = make_inputs(tokens)
     got, wanted = steps.route(inputs, shape), reference.route(inputs, shape)
     assert torch.equal(got.m_indptr, wanted.m_indptr)

@@ -22,7 +22,7 @@ from scripts.common.metrics import calc_diff
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 TOKENS = [1, 7, 32, 33, 80, 901, 1153]
-"""Routed by a kernel and by two; gathered and permuted for."""
+"""Numbers of tokens that one kernel routes, or two; that GEMM1 gathers, or the permute copies."""
 
 
 def swapped(x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +126,8 @@ Given = tuple[torch.Tensor, ...]
 
 @pytest.fixture(scope="module")
 def given_to() -> Callable[[int], Given]:
-    """So many tokens, and 257 experts of a slice of DeepSeek-V3's width, of which all tokens choose
-    the last."""
+    """Make arguments for a number of tokens. There are 257 narrow experts; all tokens choose the
+    last."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:

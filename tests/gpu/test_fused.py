@@ -26,11 +26,11 @@ CALLS_OF_POOL = 100
 """Calls that draw from the same tokens."""
 
 COSINE, DIFF = test_layer.LAYER_COSINE, test_layer.LAYER_DIFF
-"""See there: what lies next to the middle between two FP8 values goes one way or the other."""
+"""Bounds of `test_layer`, which says why they are not smaller."""
 
 
 def part_of(inputs: MoeInputs, part: slice | torch.Tensor) -> MoeInputs:
-    # As bytes: torch does not index float8.
+    # View as bytes: torch does not index float8.
     states = inputs.hidden_states.view(torch.uint8)[part].view(torch.float8_e4m3fn)
     return inputs._replace(
         routing_logits=inputs.routing_logits[part],
@@ -200,8 +200,7 @@ def test_random_calls(module, make_inputs):
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer(tool, terms):
-    """All kernels of the layer at a small geometry, one and two of the routing, with every way to
-    the rows."""
+    """All kernels of a small layer, one and two of the routing, with every way to load rows."""
     if tool == "initcheck" and terms == 1:
         pytest.skip("does not see what TMA writes: the second GEMM's rows pass for uninitialised")
     sanitized(

@@ -208,7 +208,7 @@ def worst(request) -> Iterator[Worst]:
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """For comparisons of what may be NaN."""
+    """Return the bytes, which compare equal even for NaN."""
     return x.view(torch.uint8)
 
 

@@ -175,7 +175,7 @@ def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_in
 @pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x00])
 @pytest.mark.parametrize("tokens", [7, 901])
 def test_what_others_left_in_memory(tokens, byte, make_inputs):
-    """Whatever torch's allocator hands out: small pieces and large ones, none of them clean."""
+    """The allocator hands out used memory, small pieces and large ones."""
     inputs = make_inputs(tokens)
     wanted = {of: output_of(module, inputs) for of, module in MODULES.items()}
     for of, module in MODULES.items():
@@ -190,7 +190,7 @@ def test_what_others_left_in_memory(tokens, byte, make_inputs):
 
 @pytest.fixture
 def full() -> Iterator[list[torch.Tensor]]:
-    """All of this process's GPU memory taken: to be released by clearing the list."""
+    """Take all of this process's GPU memory; to clear the list releases it."""
     blocks: list[torch.Tensor] = []
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -234,8 +234,8 @@ def test_a_call_without_memory_fails_and_the_next_one_is_right(prepared, full):
 
 @pytest.mark.parametrize("module", [v5, v6], ids=["fused", "hifi"])
 def test_any_number_of_tokens(module, make_inputs):
-    """One chunk of tokens, two that hardly differ from one, and eight; the first tokens, the last
-    ones and those on both sides of a border as alone."""
+    """Numbers of tokens within one chunk, just past it, and of eight chunks. The first tokens, the
+    last and those around a chunk's border have the bits of a call alone."""
     pool = make_inputs(131072)
     for tokens in (0, 1, 2, 16383, 16384, 16385, 32769, 131072):
         inputs = part_of(pool, slice(0, tokens))
