@@ -183,7 +183,7 @@ def check_grouping(ids: torch.Tensor, offset: int, experts: int) -> None:
     ]
     assert rows.pair_row.tolist() == wanted_pair_row
     assert rows.weights is weights
-    # Layouts that a kernel may rely on.
+    # Properties that a kernel relies on, beyond the values.
     assert rows.token_of_row.shape == (tokens * top_k,)
     assert ((rows.token_of_row >= 0) & (rows.token_of_row < tokens)).all()
     for tensor in (rows.token_of_row, rows.m_indptr, rows.pair_row):
