@@ -1,8 +1,8 @@
-"""What holds for all tests. Imports neither torch nor the DSL: the emulator comes before them.
+"""Options and markers of all tests. Imports neither torch nor the DSL: the emulator comes first.
 
-`run.py test` leaves out what is marked `all`: further modes, configs and sizes of what it does
-test, and what takes long and seldom breaks; so is what is marked `large_memory`, and the emulator's
-own tests where it is as in the last commit. `run.py test --all` runs everything.
+`run.py test` leaves out the tests marked `all`, which are further modes, configs and sizes of tests
+that do run, or take long and seldom fail. It leaves out those marked `large_memory`, too, and the
+emulator's own tests if the emulator is as in the last commit. `run.py test --all` runs everything.
 """
 
 import gc
@@ -38,14 +38,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays: looking through it again and again takes 7 % of the time
+    gc.freeze()  # modules stay: collecting them again and again takes 7 % of the time
 
 
 def emulator_changed() -> bool:
-    """Whether it differs from the last commit; yes where there is none."""
+    """Return True if the emulator differs from the last commit, or if there is no commit."""
     command = ["git", "status", "--porcelain", "--", str(EMULATOR)]
     try:
-        said = subprocess.run(command, cwd=EMULATOR, capture_output=True, text=True)
+        status = subprocess.run(command, cwd=EMULATOR, capture_output=True, text=True)
     except OSError:  # no git
         return True
-    return said.returncode != 0 or said.stdout.strip() != ""
+    return status.returncode != 0 or status.stdout.strip() != ""

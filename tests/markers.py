@@ -1,4 +1,4 @@
-"""What tests of all folders mark their parameters with."""
+"""Marks of parameters, for the tests of all folders."""
 
 from typing import Any
 

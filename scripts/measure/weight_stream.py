@@ -144,7 +144,7 @@ def compile_stream(chunks: int, side_by_side: bool, arch: str, add_up: bool = Fa
         Scalar(Int32),
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    kernel, options = StreamWeights(chunks, side_by_side, add_up), OPTIONS.format(arch=arch)
+    kernel, options = StreamWeights(chunks, side_by_side, add_up), COMPILE_OPTIONS.format(arch=arch)
     return cute.compile(kernel, *fakes(arguments), stream, options=options)
 
 

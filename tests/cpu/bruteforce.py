@@ -87,8 +87,8 @@ def route_token(logits: list[float], bias: list[float], scaling: float, shape: M
             margin = min(margin, key[ranked[count - 1]] - key[ranked[count]])
         return ranked[:count]
 
-    kept = best(list(range(shape.n_group)), score, shape.topk_group)
-    experts = best([e for g in kept for e in groups[g]], biased, shape.top_k)
+    kept_groups = best(list(range(shape.n_group)), score, shape.topk_group)
+    experts = best([e for g in kept_groups for e in groups[g]], biased, shape.top_k)
     total = sum(s[e] for e in experts) + 1e-20
     return TokenRoute({e: s[e] / total * scaling for e in sorted(experts)}, margin)
 
@@ -206,7 +206,7 @@ def random_normal(rng: np.random.Generator, *dims: int) -> torch.Tensor:
 
 
 def random_weights(shape: MoeShape, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What flashinfer-bench draws: normal FP8 values and normal, so also negative, scales."""
+    """Draw weights as flashinfer-bench does: normal FP8 values and scales, some negative."""
     rng = np.random.default_rng(seed)
     e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     return {

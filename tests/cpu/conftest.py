@@ -35,7 +35,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path: Path) -> None:
-    """What a test builds or draws is not another's."""
+    """Give every test a cache and a random seed of its own."""
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     torch.default_generator.manual_seed(0)
 
@@ -75,14 +75,14 @@ def measure(monkeypatch, tmp_path: Path) -> "Callable[..., tuple[Done, Rows]]":
 
 @pytest.fixture
 def cuda(monkeypatch) -> "Iterator[FakeCuda]":
-    """In the place of torch.cuda; see fake_cuda.py."""
+    """Replace torch.cuda by `fake_cuda`."""
     from fake_cuda import FakeCuda
 
     from scripts.measure.timing import flush_buffer, own_stream
 
-    kept = flush_buffer, own_stream
-    for of_a_gpu in kept:
+    originals = flush_buffer, own_stream
+    for of_a_gpu in originals:
         of_a_gpu.cache_clear()
     yield FakeCuda(monkeypatch)
-    for of_a_gpu in kept:
+    for of_a_gpu in originals:
         of_a_gpu.cache_clear()

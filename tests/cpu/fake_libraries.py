@@ -20,7 +20,7 @@ def one_expert(a, a_scale, b, b_scale, out) -> None:
 
 
 def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
-    """What an expert makes of its rows, gate first; as in our kernels SwiGLU is quantised."""
+    """Compute an expert's rows, gate first, with a quantised SwiGLU as in our kernels."""
     g = torch.empty(len(x), len(w13), dtype=BF16)
     one_expert(x, x_scale, w13, w13_scale, g)
     gate, up = g.chunk(2, dim=1)
@@ -35,9 +35,9 @@ def both_projections(x, x_scale, w13, w13_scale, w2, w2_scale) -> torch.Tensor:
 def sgl_kernel(shape: MoeShape, newest: bool = False) -> ModuleType:
     """sglang-kernel 0.4.3, or 0.4.10."""
 
-    def moe_fused_gate(logits, bias, groups, kept, top_k, shared, scaling, scale_weights):
+    def moe_fused_gate(logits, bias, groups, topk_groups, top_k, shared, scaling, scale_weights):
         assert logits.dtype == bias.dtype == torch.float32
-        assert (groups, kept, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
+        assert (groups, topk_groups, top_k) == (shape.n_group, shape.topk_group, shape.top_k)
         assert shared == 0 and scale_weights is True
         ids, weights = choose_experts(logits, bias, scaling, shape)
         ids = ids.int()
@@ -147,7 +147,7 @@ def deep_gemm(shape: MoeShape, newest: bool = False) -> ModuleType:
         return sum(sizes), parts
 
     def mega_moe(y, l1_weights, l2_weights, sym_buffer):
-        """In terms of the package's own order of the first projection's rows."""
+        """The first projection's rows are in the package's own order."""
         (w13, w13_scale), (w2, w2_scale) = l1_weights, l2_weights
         assert sym_buffer.group.rank() == 0
         assert sym_buffer.handle.buffer_ptrs == [sym_buffer.buffer.data_ptr()]

@@ -15,10 +15,10 @@ SCALARS = {"local_expert_offset": 0, "routed_scaling_factor": 8.0}
 def arguments(definition: Path = DEFAULT) -> tuple[dict[str, Any], torch.Tensor]:
     """One token that chose the first experts of the rank, of which the last has weights; nearly all
     of them are memory that nobody touches. Inputs and output by name, and what it must be."""
-    said = json.loads(definition.read_text())
-    sizes = {name: axis.get("value", 1) for name, axis in said["axes"].items()}
+    fields = json.loads(definition.read_text())
+    sizes = {name: axis.get("value", 1) for name, axis in fields["axes"].items()}
     values: dict[str, Any] = {}
-    for name, spec in said["inputs"].items():
+    for name, spec in fields["inputs"].items():
         if spec["shape"] is None:
             values[name] = SCALARS[name]
             continue
@@ -38,6 +38,7 @@ def arguments(definition: Path = DEFAULT) -> tuple[dict[str, Any], torch.Tensor]
     values["output"] = torch.full((1, hidden), torch.nan, dtype=torch.bfloat16)
     expected = torch.zeros(1, hidden)
     factor = values.get("routed_scaling_factor", 1.0) / chosen
-    both = 10.0 if said["name"].endswith("_limit10") else 16.0  # up and gate, of which silu(x) is x
+    # Up and gate, which are so large that silu(x) is x.
+    both = 10.0 if fields["name"].endswith("_limit10") else 16.0
     expected[0, 5] = factor * both * both
     return values, expected

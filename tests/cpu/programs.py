@@ -19,13 +19,13 @@ from scripts.submit import forms
 
 REAL = pack.pack
 RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
-"""Of the GPU of the fixture `measure`."""
+"""Rates of the GPU of the fixture `measure`."""
 _PACKED: dict[str, bytes] = {}
 
 
 def packed_once(generation: pack.Generation) -> bytes:
-    """As `pack.pack`; our sources do not change while tests run, and reading them takes a second a
-    solution."""
+    """Pack a solution like `pack.pack`, each of ours once: our sources do not change while tests
+    run, and reading them takes a second."""
     if generation.root != pack.PACKAGE_DIR:
         return REAL(generation)
     if generation.name not in _PACKED:
@@ -35,7 +35,7 @@ def packed_once(generation: pack.Generation) -> bytes:
 
 @dataclass
 class Done:
-    """How a program ended, and what it printed."""
+    """The exit status and the output of a program."""
 
     returncode: int
     stdout: str

@@ -1,9 +1,9 @@
-"""What ptxas made of a kernel, read from its machine code, for the compile tests.
+"""Read a kernel's machine code, as ptxas made it, for the compile tests.
 
-Needs nvdisasm, on the path or in triton's package. Without a GPU this is what can be said of the
-code that a GPU would run: of the grouped GEMM for Blackwell its main loops and the registers of
-each role (`facts`); of any kernel what PTX does not show (`counts`): shared memory that is given
-back while it is read, MMA and loads that wait for each other, local memory in the main loops.
+Needs nvdisasm, on the path or in triton's package, and no GPU. `facts` reads the main loops of the
+grouped GEMM for Blackwell and the registers of each role. `counts` reads from any kernel what PTX
+does not show: shared memory that is released while it is read, MMA and loads that wait for each
+other, local memory in the main loops.
 
 An instruction of sm_90 and sm_100 has 128 bits. Those from bit 105 on are its control word: clocks
 to stall, the scoreboard that a load releases when its registers are written, and the scoreboards
@@ -26,7 +26,7 @@ MMA, COMMIT, TMEM_LOAD, ADD = "UTCQMMA", "UTCBAR", "LDTM", "FFMA2"
 WGMMA, OF_WGMMA = "QGMMA", "WARPGROUP"
 LOCAL = ("LDL", "STL")
 COPIES = ("UTMALDG", "UBLKCP", "LDGSTS")
-"""What brings operands to shared memory."""
+"""Instructions that copy operands to shared memory."""
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*);")
 SECOND_HALF = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
 LABEL = re.compile(r"^(\.L_x_\d+|\$[\w$.]+):")
@@ -61,13 +61,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one kernel.
+    """Counts of one GEMM kernel.
 
     Attributes:
-        mma: tcgen05.mma of a turn of the MMA's loop.
-        between: instructions that stand between the first and the last of them.
-        commits: that follow them.
-        tmem_loads, adds: of a turn of the consumers' loop; an add is of two values.
+        mma: tcgen05.mma in an iteration of the MMA's loop.
+        between: other instructions between the first and the last of these MMA.
+        commits: commits after these MMA.
+        tmem_loads, adds: in an iteration of the consumers' loop; an add is of two values.
         producer, consumer: registers of a thread, by the highest number in the role's code.
     """
 
@@ -110,7 +110,7 @@ def disassemble(cubin: bytes) -> dict[str, str]:
 
 
 def facts(text: str) -> Facts:
-    """Of the machine code of a grouped GEMM.
+    """Count in the machine code of a grouped GEMM.
 
     Raises:
         ValueError: it has no loop of the MMA or of the consumers.
@@ -163,7 +163,7 @@ def _loop_of(lines: list[Line], labels: dict[str, int], name: str) -> range:
 
 
 def _loops(lines: list[Line], labels: dict[str, int]) -> Iterator[range]:
-    """From where a branch goes back to, to the branch."""
+    """Yield the loops: from the target of a backward branch to the branch."""
     for end, line in enumerate(lines):
         target = re.search(r"\(?(\.L_x_\d+)\)?", line.rest) if line.is_one_of("BRA") else None
         if target and labels.get(target[1], end + 1) <= end:
@@ -197,7 +197,7 @@ class Early:
 
 
 def early_arrivals(text: str) -> list[Early]:
-    """Of the machine code of a kernel, on any path through it.
+    """Return the arrivals that may overtake a load from shared memory, on any path.
 
     A load is under way until its scoreboard has been waited for, or a MEMBAR, which a proxy fence
     begins with, has ordered it before what follows. Loads and shuffles return in order: ptxas
@@ -239,11 +239,11 @@ class Load(NamedTuple):
 
 
 MOST_GROUPS = 8
-"""That are counted: more than any kernel keeps running."""
+"""The most WGMMA groups that are counted: more than any kernel keeps running."""
 
 
 def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[frozenset[Load]]:
-    """By instruction: the loads from shared memory that may be under way when it issues."""
+    """Return, by instruction, the loads from shared memory that may be under way when it issues."""
 
     def waited(i: int, loads: frozenset[Load]) -> frozenset[Load]:
         return frozenset(load for load in loads if not lines[i].waits >> load.scoreboard & 1)
@@ -284,7 +284,7 @@ def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[froz
 
 
 def _successors(lines: list[Line], labels: dict[str, int]) -> list[set[int]]:
-    """By instruction, those that may be next; too many rather than too few."""
+    """Return, by instruction, those that may be next; too many rather than too few."""
     meeting: dict[str, set[int]] = {}  # by BSSY's barrier: where BSYNC goes on
     for line in lines:
         if line.is_one_of("BSSY") and (found := re.search(r"(B\d+), `\(([^)]+)\)", line.rest)):
@@ -386,7 +386,7 @@ def local_in_loops(text: str) -> list[Line]:
 
 
 def counts(text: str) -> dict[str, list[Line]]:
-    """Of the machine code of any kernel, where it has what it should not have."""
+    """Return the instructions of any kernel that it should not have, by fault."""
     return {
         "arrivals with loads under way": [early.arrival for early in early_arrivals(text)],
         "round trips to tensor memory": round_trips(text),

@@ -98,13 +98,13 @@ def measurement(name: str, rows: list[dict], hardware: str = "GPU A", **more: An
 
 
 def roofline(hardware: str = "GPU A") -> list[dict]:
-    """Of two of the workloads, from the rates."""
+    """Make the rooflines of two of the workloads, from the rates."""
     rows = [{"uuid": UUIDS[n], "tokens": n, **counts} for n, counts in COUNTS.items()]
     return measurement("roofline", rows, hardware, rates=dict(RATES))
 
 
 def record(path: Path, traces: list[dict], *measurements: list[dict], **info: Any) -> Path:
-    """A run's directory; `info` is what run.json has."""
+    """Write a run's directory; `info` is the content of run.json."""
     write_traces(path / "traces.jsonl", traces, [], *measurements)
     (path / "run.json").write_text(json.dumps(info))
     return path

@@ -35,7 +35,7 @@ NEAREST = TRACES.model_copy(update={"on_miss_policy": "use_def_best"})
 
 
 def export(place: Path, form: str, traces: list[dict], *arguments: str) -> tuple[Path, str]:
-    """What the program makes of these traces, and what it says."""
+    """Return the folder that the program writes for these traces, and its output."""
     common = [
         "--gpu",
         "H200",
@@ -69,9 +69,9 @@ RUN = {FUSED: {1: 12.0, 7: 5.0, 80: 2.0}, V1: {1: 8.0, 7: 6.0, 80: 3.0}}
 
 @pytest.fixture(scope="module")
 def data_set(tmp_path_factory) -> Path:
-    made, said = export(tmp_path_factory.mktemp("apply"), "apply", measured(RUN), "--mix")
-    assert "3 of 19 workloads passed on NVIDIA H200" in said
-    assert "triton_moe is not exported: no traces on a GPU named H200" in said
+    made, stdout = export(tmp_path_factory.mktemp("apply"), "apply", measured(RUN), "--mix")
+    assert "3 of 19 workloads passed on NVIDIA H200" in stdout
+    assert "triton_moe is not exported: no traces on a GPU named H200" in stdout
     return made
 
 
@@ -193,7 +193,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
     returned = solution(**values, **GEOMETRY)
     torch.testing.assert_close(returned.float(), expected, rtol=0.05, atol=0)
     assert returned.dtype == torch.bfloat16
-    for error, said, changed in (
+    for error, message, changed in (
         (TypeError, "gemm1_alpha: None is expected", {"gemm1_alpha": torch.ones(32)}),
         (TypeError, "clamp_limit: None is expected", {"gemm1_clamp_limit": torch.ones(32)}),
         (TypeError, "topk_group: 4 is expected", {"topk_group": 8}),
@@ -203,7 +203,7 @@ def test_the_solution_takes_names_and_returns_its_output(folder: Path, tmp_path:
             {"gemm1_weights": values["gemm1_weights"][:, :2048]},
         ),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             solution(**values | GEOMETRY | changed)
     # Otherwise it is the solution that was measured.
     both = zip(export_of(GENERATIONS[FUSED]).content["sources"], content["sources"], strict=True)
@@ -219,8 +219,8 @@ def exported(place: Path, of: Entry) -> Path:
     (generation,) = (g for g in generations(definition=of) if g.name == of.packed_name(FUSED))
     workloads = load(run.ROOT, of)[0].workloads[of.name]
     traces = traces_of(export_of(generation), workloads=workloads)
-    made, said = export(place, "flashinfer", traces, "v5_fused", "--definition", of.short)
-    assert "8 of 8 workloads passed" in said
+    made, stdout = export(place, "flashinfer", traces, "v5_fused", "--definition", of.short)
+    assert "8 of 8 workloads passed" in stdout
     return made
 
 
@@ -300,7 +300,7 @@ def test_what_flashinfer_has_no_function_for_is_refused(tmp_path: Path) -> None:
 def test_the_inputs_are_those_of_flashinfers_own_traces(
     folder: Path, limited: Path, qwen: Path
 ) -> None:
-    """By name and in its order: what calls a solution of its definition by position calls ours."""
+    """Names and order are equal, so that calls by position reach ours."""
     templates = pytest.importorskip("flashinfer.trace.templates.moe")
     for place, way in (folder, "ds"), (limited, "ds"), *((qwen, way) for way in WAYS.values()):
         template = getattr(templates, f"trtllm_fp8_block_scale_moe_{way}_routing_trace")

@@ -1,4 +1,4 @@
-"""What can run on a machine: by the hardware and the packages that a solution names."""
+"""The solutions that can run on a machine, by the hardware and the packages that they name."""
 
 import importlib.metadata
 
@@ -57,7 +57,7 @@ def test_compute_capability_by_name(capability: tuple[int, int] | None, names: s
         ("NVIDIA H100", "triton>=3, torch", None),  # H100 and H200 are both sm_90
         # Packages that are absent are named as pip takes them.
         ("NVIDIA H200", "torch, absent==1, a>=2", "not installed: pip install absent==1 'a>=2'"),
-        # What is not known, or no pip package, refuses nothing.
+        # Unknown requirements, and those that are no pip package, refuse nothing.
         ("NVIDIA B200, NVIDIA X900", "torch", None),
         ("cuda", "CUDA, cutlass, some toolkit 12.x, pywin32; sys_platform == 'win32'", None),
     ],
@@ -122,7 +122,7 @@ def test_on_the_cpu_only_ours_run_and_on_another_gpu_not_even_these() -> None:
 def test_installed_versions_of_this_interpreter() -> None:
     names = ("torch", "flashinfer_bench", "json", "no-such-package-at-all")
     versions = [importlib.metadata.version(name) for name in ("torch", "flashinfer-bench")]
-    # Of a module without a distribution there is none.
+    # A module without a distribution has none.
     assert [installed_version(name) for name in names] == [*versions, "", None]
 
 

@@ -61,7 +61,7 @@ every_module = pytest.mark.parametrize("name", MODULES)
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
-    """What one test's stand-in said must not reach another."""
+    """Clear the caches: another test has other stand-ins."""
     flashinfer_moe.entry.cache_clear()
     for module in MODULES.values():
         for value in vars(module).values():
@@ -119,7 +119,7 @@ def test_a_missing_package_is_one_line(name, monkeypatch):
 
 @every_module
 def test_an_unsupported_gpu_is_one_line(name, monkeypatch):
-    """Before anything is imported: whether the package is there does not matter."""
+    """The check comes before all imports, so the package may be missing."""
     module = MODULES[name]
     own = supported.require_gpu.__wrapped__
     device = torch.device("cuda", 0)
@@ -232,11 +232,11 @@ def test_tile_tokens_of_older_releases():
 
 
 def installed_file(*parts: str) -> Path:
-    """Of FlashInfer; the package is not imported: that takes seconds and looks for a GPU."""
-    found = importlib.util.find_spec("flashinfer")
-    if found is None or not found.submodule_search_locations:
+    """Return a file of FlashInfer. The package is not imported: that takes seconds."""
+    spec = importlib.util.find_spec("flashinfer")
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip("flashinfer is not installed")
-    return Path(found.submodule_search_locations[0]).joinpath(*parts)
+    return Path(spec.submodule_search_locations[0]).joinpath(*parts)
 
 
 def installed_signature(
@@ -499,8 +499,8 @@ def test_hpc_without_a_list_is_not_called_without_a_row(layer):
 
 
 class Addresses:
-    """As a caching allocator gives memory: the first address of that size that is free. It stands
-    in for `Tensor.new_empty`."""
+    """A caching allocator in place of `Tensor.new_empty`: it hands out the first free address of a
+    size."""
 
     def __init__(self) -> None:
         self.taken: dict[int, list[weakref.ref]] = {}

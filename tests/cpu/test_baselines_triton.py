@@ -30,7 +30,7 @@ NAN = float("nan")
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
 ONE_GROUP = MoeShape(num_experts=24, num_local_experts=6, hidden_size=256, intermediate_size=128,
                      n_group=1, topk_group=1, top_k=8)  # fmt: skip
-"""Of no power of two of experts, as Kimi-K2's."""
+"""The number of experts is no power of two, as in Kimi-K2."""
 SHAPES = {"small": SMALL, "tiny": TINY, "one group": ONE_GROUP}
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -79,7 +79,7 @@ def rows_of(
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """For comparisons of what may be NaN."""
+    """Return the bytes, which compare equal even for NaN."""
     return x.view(torch.uint8)
 
 
@@ -105,7 +105,7 @@ def test_routing_is_that_of_the_core(shape, tokens, offset):
 
 @every_shape
 def test_ties_go_to_the_lower_number(shape):
-    """All groups and experts alike, and where the sigmoid underflows no weight is NaN."""
+    """All groups and experts tie. No weight is NaN where the sigmoid underflows."""
     logits = torch.full((3, shape.num_experts), -200.0, device=DEVICE)
     bias = torch.zeros(shape.num_experts, dtype=torch.bfloat16, device=DEVICE)
     routed = stages.new_routed(3, shape, DEVICE)
@@ -116,7 +116,7 @@ def test_ties_go_to_the_lower_number(shape):
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_renormalize_is_that_of_the_core(tokens):
-    """In bfloat16 many tokens have logits that tie."""
+    """Logits in bfloat16 often tie."""
     torch.manual_seed(tokens)
     logits = torch.randn(tokens, 24).bfloat16().to(DEVICE)
     routed = stages.new_routed(tokens, RENORMALIZE, DEVICE)

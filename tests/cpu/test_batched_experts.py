@@ -197,7 +197,7 @@ def test_out_in_the_memory_of_an_input():
 
 
 def test_more_rows_than_the_kernels_can_count():
-    """Of tensors that have no memory."""
+    """The tensors have no memory."""
     sizes = (64, 2**18 + 1, 128, 2**18), (1, 131072, 16384, 131071), (1, 2**22 + 1, 128, 2**22)
     for local, rows, width, most in sizes:
         new = {"device": "meta", "dtype": torch.float8_e4m3fn}
@@ -249,7 +249,7 @@ def test_a_call_without_tokens(tokens):
 
 
 def test_rows_that_lie_by_expert_are_not_gathered() -> None:
-    """With as few columns as the layer gathers its rows for: 512 of an expert, then 64."""
+    """The layer would gather its rows for so few columns: 512 of an expert, then 64."""
     shape, cpu = MoeShape(8, 8, 512, 256, 1, 1, 1, "given"), torch.device("cpu")
     for rows, slices in ((512, False), (64, True)):
         first, _ = FusedLayer(shape).chosen(8 * rows, cpu)

@@ -53,9 +53,11 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
 class FakeBenchmark:
-    """What the code under test may rely on: the trace set that was given is read at run_all.
-    Solutions are what their names say: `fails`, `lost` (in the n-th call: `lost n`), `silent`,
-    and `exits`, as a reference does, which flashinfer-bench runs in this process."""
+    """A stand-in for flashinfer-bench's `Benchmark`, which reads the trace set at run_all.
+
+    A solution's name tells how it ends: `fails`, `lost` (`lost n`: in the n-th call), `silent`, and
+    `exits`, like a reference, which flashinfer-bench runs in this process.
+    """
 
     def __init__(self, of: "Bench", trace_set: TraceSet, config: BenchmarkConfig):
         self.of, self.trace_set, self.calls, self.closed = of, trace_set, 0, False
@@ -211,7 +213,7 @@ def test_each_workload_is_kept_at_once_with_what_it_is_of(gpu) -> None:
 
 
 def test_of_a_large_definition_a_benchmark_serves_one_workload(gpu, monkeypatch) -> None:
-    """Before it begins, the one before is closed and its memory given back."""
+    """The earlier benchmark is closed and its memory released before the next one begins."""
     order: list[object] = []
     monkeypatch.setattr(MoeDefinition, "large", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -225,7 +227,7 @@ def test_of_a_large_definition_a_benchmark_serves_one_workload(gpu, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("names", "kept", "errors"),
+    ("names", "traces", "errors"),
     [
         (["fails", "x"], ["fails1", "x1", "fails7", "x7"], []),
         (["lost 1", "silent", "x"], ["x1", "lost 17", "x7"],
@@ -235,15 +237,15 @@ def test_of_a_large_definition_a_benchmark_serves_one_workload(gpu, monkeypatch)
                          for workload in ("T=1 (uuid-1-0)", "T=7 (uuid-7-1)")]),
     ],
 )  # fmt: skip
-def test_what_fails_or_never_comes_has_its_reason_and_status_1(gpu, names, kept, errors) -> None:
+def test_what_fails_or_never_comes_has_its_reason_and_status_1(gpu, names, traces, errors) -> None:
     gpu.ours = [solution(name) for name in names]
     logger = logging.getLogger("flashinfer_bench")
     handlers = list(logger.handlers)
     done = gpu("--workloads", "1", "7", status=1)
-    assert (gpu.kept(), gpu.info["errors"]) == (kept, errors)
+    assert (gpu.kept(), gpu.info["errors"]) == (traces, errors)
     assert gpu.info.get("solutions", {}).keys() == {r.solution for r in gpu.results()}
     assert all(f"error: {error}\n" in done.stderr for error in errors)
-    assert ("nothing was measured" in done.stderr) == (not kept) == ("traces:" not in done.stderr)
+    assert ("nothing was measured" in done.stderr) == (not traces) == ("traces:" not in done.stderr)
     assert logger.handlers == handlers and logger.propagate
     assert gpu.benchmarks[-1].closed
 
@@ -269,13 +271,13 @@ def test_a_workload_that_cannot_be_read_costs_no_other(gpu, tmp_path: Path, cpu)
         found = small.json_of(small.workload(3, name))
         found["workload"]["inputs"]["x"] = dict(type="safetensors", path=name, tensor_key="x")
         gpu.workloads.insert(1, Trace.model_validate(found))
-    said = gpu(*cpu, status=1).stderr
+    stderr = gpu(*cpu, status=1).stderr
     assert [r.uuid for r in gpu.results() if r.passed] == ["uuid-1-0", "uuid-7-1", "uuid-14-2"]
     failed = {r.uuid: r.reason for r in gpu.results() if not r.passed}
     assert failed.keys() == (UNREADABLE.keys() if cpu else set())
     for name, (_, reason) in UNREADABLE.items():
         reason = rf"workload {name}: {tmp_path}/{name}: {reason}"
-        assert re.search(reason, said) and (not cpu or re.match(reason, failed[name])), reason
+        assert re.search(reason, stderr) and (not cpu or re.match(reason, failed[name])), reason
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
@@ -402,8 +404,8 @@ def test_the_latest_run_or_the_named_one_is_resumed_by_one_program_alone(gpu) ->
         assert f"0 workloads to run, results in {place}\n" in done.stderr
     assert "no run to resume in /absent" in gpu("--resume", "/absent", status=2).stderr
     with bench.find_run(gpu.place, first):
-        said = gpu("--resume", first, status=2).stderr
-        assert f"{first}: another program is measuring" in said
+        stderr = gpu("--resume", first, status=2).stderr
+        assert f"{first}: another program is measuring" in stderr
 
 
 def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
@@ -456,12 +458,12 @@ OPTIONS = """--iterations 7 --trials 2 --warmup 0 --isolated --timeout 9 --rtol 
     ],
 )  # fmt: skip
 def test_what_the_options_say_is_what_is_run(gpu, options: str, configuration: dict) -> None:
-    said = gpu("--workloads", "1", *options.split()).stderr
+    stderr = gpu("--workloads", "1", *options.split()).stderr
     assert gpu.info["configuration"].items() >= configuration.items()
     (result,), (libs,), cpu = gpu.results(), gpu.libs(), "--cpu" in options
     assert result.cpu == (libs["timing"] == cpu_bench.MODEL) == cpu
     assert (gpu.benchmarks == []) == cpu
-    assert ("as asked (--cpu): the solutions run as" in said) == cpu
+    assert ("as asked (--cpu): the solutions run as" in stderr) == cpu
     if options == OPTIONS:
         assert f"{HARNESS_CLOCK} of 7 calls x 2 trials" in libs["timing"]
         assert libs["tolerance"] == "rtol 0.3, atol 0.4, matched ratio 0.5"
@@ -480,8 +482,8 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(gpu) -> None:
     done = gpu("--workloads", "1", "--solutions", "x", "b", "p")
     assert gpu.kept() == ["x1"] and gpu.info["skipped"] == {"b": why, "p": missing}
     assert all(reason in done.stdout and reason in done.stderr for reason in (why, missing))
-    said = gpu("--solutions", "b", status=2).stderr
-    assert f"no solution can run here:\n  b: {why}\n" in said
+    stderr = gpu("--solutions", "b", status=2).stderr
+    assert f"no solution can run here:\n  b: {why}\n" in stderr
     assert len(gpu.benchmarks) == 1
 
 
@@ -557,7 +559,7 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
         return {s.name for s in solutions}, done.stderr
 
     before = files()
-    names, said = ran()
+    names, stderr = ran()
     assert names == {"x"}
     assert gpu.benchmarks[-1].ran[0][1] == gpu.ours[0].sources[0].content
     assert gpu.libs()[0]["solution_hash"] == gpu.ours[0].hash()
@@ -568,7 +570,7 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
         f"passed over: {root}/solutions/gone.json: No such file or directory",
         f"passed over: {root}/solutions/folder.json: Is a directory",
     ):
-        assert line in said
+        assert line in stderr
     assert ran("--solutions", "*")[0] == {"x"}
     assert ran("--solutions", "x", "theirs")[0] == {"x", "theirs"}
     assert ran("--run-foreign")[0] == {"x", "theirs", "theirs_too"}
@@ -579,17 +581,17 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
 
 
 def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
-    """Of what this checkout packs the peers need a GPU, which is no news."""
+    """The peers of this checkout need a GPU; no line says that they are skipped."""
     peer = solution("peer").model_dump()
     peer["sources"].append({"path": "moe_fp8/baselines/peer.py", "content": "pass"})
     on_cpu.ours.append(Solution.model_validate(peer))
     on_cpu.theirs = []
     on_cpu.set_lengths(1, 16, 17)
-    said = on_cpu().stderr
+    stderr = on_cpu().stderr
     assert on_cpu.kept() == ["x1", "x16"] and on_cpu.info["skipped"] == {}
-    assert "not run: 1 workloads (T=17)" in said and "\n        x: PASSED\n" in said
-    assert "no GPU is visible: the solutions run as their reference model on the CPU" in said
-    assert "[1/2] T=1 (uuid-1-0): x   elapsed" in said
+    assert "not run: 1 workloads (T=17)" in stderr and "\n        x: PASSED\n" in stderr
+    assert "no GPU is visible: the solutions run as their reference model on the CPU" in stderr
+    assert "[1/2] T=1 (uuid-1-0): x   elapsed" in stderr
     for result in on_cpu.results():
         evaluation = result.trace["evaluation"]
         libs, extra = evaluation["environment"]["libs"], evaluation["correctness"]["extra"]
@@ -671,8 +673,8 @@ def test_a_reference_that_exits_or_fails_is_said_of_every_result(on_cpu, referen
     on_cpu.reference = reference
     on_cpu("--workloads", "1", "7", status=1)
     assert [r.status for r in on_cpu.results()] == ["RUNTIME_ERROR"] * 2
-    said = f"the reference of {DEFINITION} fails: {reason}"
-    assert all(r.reason.startswith(said) for r in on_cpu.results())
+    message = f"the reference of {DEFINITION} fails: {reason}"
+    assert all(r.reason.startswith(message) for r in on_cpu.results())
 
 
 def test_the_speedup_is_the_references_time_over_the_solutions(on_cpu, monkeypatch) -> None:
@@ -738,8 +740,8 @@ def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> 
     assert total / 1000 < cpu_bench.available_memory() < total
     monkeypatch.setattr(cpu_bench, "memory_needed", lambda definition: 10 * 2**30)
     monkeypatch.setattr(cpu_bench, "available_memory", lambda: 2**30)
-    said = on_cpu(status=2).stderr
-    assert "needs about 10 GiB of memory and 1.0 GiB are available" in said
+    stderr = on_cpu(status=2).stderr
+    assert "needs about 10 GiB of memory and 1.0 GiB are available" in stderr
     assert on_cpu.results() == []
     monkeypatch.setattr(cpu_bench, "available_memory", lambda: math.inf)
     on_cpu("--resume")
@@ -750,8 +752,8 @@ def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> 
 
 @pytest.fixture
 def by_kernels(on_cpu, monkeypatch) -> Bench:
-    """Where the emulator stands for itself: `asked` has the target and the solutions of every call;
-    `wrong` fails, and the results come in the other order."""
+    """Runs with a stand-in for the emulator: `asked` holds the target and the solutions of every
+    call, the solution `wrong` fails, and the results come in reverse order."""
 
     def evaluations(emulation, solutions, models, evaluate):
         assert models.keys() >= {s.name for s in solutions}
@@ -798,20 +800,20 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     ],
 )
 def test_the_options_choose_what_is_emulated(by_kernels, monkeypatch, options, asked) -> None:
-    """Where the emulator cannot be built nothing is, and that is said."""
+    """If the emulator cannot be built, nothing is emulated, and a line says why."""
     by_kernels.set_lengths(7, 9, 81)
     by_kernels(*options.split())
     assert by_kernels.asked == asked
     shutil.rmtree(by_kernels.place)
     monkeypatch.setattr(emulated, "why_not", lambda: NO_COMPILER)
-    said = by_kernels(*options.split()).stderr
+    stderr = by_kernels(*options.split()).stderr
     assert by_kernels.asked == asked
-    assert (f"no kernel is emulated: {NO_COMPILER}\n" in said) == bool(asked)
+    assert (f"no kernel is emulated: {NO_COMPILER}\n" in stderr) == bool(asked)
 
 
 def test_resume_makes_up_the_kernels_that_have_not_run(by_kernels, monkeypatch) -> None:
-    """For an interrupt, which keeps no model's result in the place of its kernels', for want of a
-    compiler, or because fewer tokens were asked for."""
+    """Solutions lack an emulated result after an interrupt, without a compiler, or if fewer tokens
+    were asked for. No result of the model takes its place."""
 
     def the_first_alone(*arguments):
         yield next(all_of_them(*arguments))
@@ -872,7 +874,7 @@ def test_a_compiler_that_lacks_or_fails_is_a_reason(monkeypatch, tmp_path: Path)
 
 
 def evaluate(solution: Solution, call: Callable) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """As `cpu_bench.evaluate`, of solutions that do what their names say."""
+    """Evaluate like `cpu_bench.evaluate`; a solution's name tells how it ends."""
     output = call(*"xyz")
     if solution.name in ("passes", "differs"):
         fields = {"status": "PASSED", "correctness": {"max_absolute_error": 0.25}}
@@ -883,7 +885,7 @@ def evaluate(solution: Solution, call: Callable) -> tuple[dict[str, Any], torch.
 
 
 def evaluated(monkeypatch, *names: str) -> dict[str, dict[str, Any]]:
-    """What comes of these solutions; the emulator itself is left out."""
+    """Return the evaluations of these solutions, without the emulator itself."""
     monkeypatch.setattr(emulated, "emulate", lambda target: None)
     monkeypatch.setattr(emulated, "_run", lambda target, *_: torch.tensor([[2.0]]))
     models = {name: torch.tensor([[3.0 if name == "differs" else 2.0]]) for name in names}
@@ -901,8 +903,8 @@ def test_the_fields_come_back_without_times(monkeypatch) -> None:
     assert "not the reference model's" in found["differs"]["log"]
     for name in ("fails", "is signalled"):  # what ends both is left to the one that waits
         assert found[name].keys() == {"status", "log"}
-        said, pid = found[name]["log"].rsplit(maxsplit=1)
-        assert said == "went on in" and int(pid) != os.getpid()
+        text, pid = found[name]["log"].rsplit(maxsplit=1)
+        assert text == "went on in" and int(pid) != os.getpid()
 
     fields = evaluated(monkeypatch, "dies")["dies"]  # and hangs nothing
     assert fields["status"] == "RUNTIME_ERROR" and "terminated abruptly" in fields["log"]
@@ -952,11 +954,11 @@ def test_a_token_that_is_not_the_models_is_named() -> None:
     output[0, 0] += 2**-7  # the last place
     assert emulated.unlike(model, model) == emulated.unlike(output, model) == ""
     output[2, :4] = 0
-    said = emulated.unlike(output, model)
-    assert said.startswith("the output is not the reference model's") and said.endswith("tokens 2")
+    why = emulated.unlike(output, model)
+    assert why.startswith("the output is not the reference model's") and why.endswith("tokens 2")
     output[1, 3] = torch.nan
-    said = emulated.unlike(output, model)
-    assert "calc_diff nan" in said and said.endswith("in tokens 1, 2")
+    why = emulated.unlike(output, model)
+    assert "calc_diff nan" in why and why.endswith("in tokens 1, 2")
 
 
 BUNDLE = {
@@ -969,7 +971,7 @@ BUNDLE = {
 
 
 def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, tmp_path) -> None:
-    """Whatever an earlier call has launched."""
+    """The launches of an earlier call do not count."""
     import ptxemu
 
     for name, content in BUNDLE.items():

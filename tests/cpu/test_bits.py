@@ -133,7 +133,7 @@ def test_tokens_are_taken_along_their_own_axis() -> None:
 
 
 def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch) -> None:
-    """Of the GPU's part what can be seen without one."""
+    """Tests the part for GPUs as far as a CPU can."""
     build = BuilderRegistry.get_instance().build
     seen: list[str] = []
 
@@ -166,12 +166,13 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("differ", "said"), [([], "-"), ([0], "yes"), ([0, 0], "yes"), ([0, 3], "no"), ([3, 0], "no")]
+    ("differ", "cell"),
+    [([], "-"), ([0], "yes"), ([0, 0], "yes"), ([0, 3], "no"), ([3, 0], "no")],
 )
-def test_what_is_batch_invariant_was_tried_and_never_differed(differ: list, said: str) -> None:
+def test_what_is_batch_invariant_was_tried_and_never_differed(differ: list, cell: str) -> None:
     checks = {"replayed": {"not_tried": "its host waits"}, "alone": {"error": "no memory"}}
     checks |= {str(n): {"compared": 4, "differ": tokens} for n, tokens in enumerate(differ)}
-    assert tables.batch_invariant(checks) == said
+    assert tables.batch_invariant(checks) == cell
 
 
 # --- the program and the ranking ------------------------------------------------------------------
@@ -223,8 +224,8 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     for style in ("text", "markdown"):
         text = rank_text.print_rankings([same], style)
         assert "no: 21/261" in text and tables.BITS_NOTE in text
-    (said,) = json.loads(rank_text.print_rankings([same], "json"))
-    assert said["summary"][0]["checks"]["again"]["differ"] == 0
+    (ranking,) = json.loads(rank_text.print_rankings([same], "json"))
+    assert ranking["summary"][0]["checks"]["again"]["differ"] == 0
 
     assert ">no: 21/261<" in report.render(recorded.read(tmp_path))
     block = "<!-- generated: invariance -->\n<!-- /generated -->"

@@ -16,7 +16,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 def start(program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own."""
+    """Run a program in a process of its own."""
     return subprocess.run(
         [sys.executable, str(run.programs()[program]), *arguments],
         env={**run.environment(), **env},

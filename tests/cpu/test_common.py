@@ -1,4 +1,4 @@
-"""What the programs share: text that cannot act, tables, options, and errors in one line."""
+"""Code that the programs share: harmless text, tables, options, and errors in one line."""
 
 import argparse
 import contextlib
@@ -67,7 +67,7 @@ def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (command_line.UsageError("no\x1b such\n  thing"), 2, "error: no\\x1b such\n  thing\n"),
         (command_line.Failure("it failed"), 1, "error: it failed\n"),
@@ -78,11 +78,11 @@ def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> 
     ],
 )
 def test_expected_errors_are_one_line_and_a_status_others_keep_their_traceback(
-    error, status, said: str, capsys
+    error, status, message: str, capsys
 ) -> None:
     with pytest.raises(SystemExit if status else type(error)) as ended:
         command_line.run_main(mock.Mock(side_effect=error))
-    assert getattr(ended.value, "code", None) == status and capsys.readouterr().err == said
+    assert getattr(ended.value, "code", None) == status and capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -106,7 +106,7 @@ def test_ctrl_c_and_sigterm_raise_in_main_alone(number, status: int, monkeypatch
         return 0
 
     def kept() -> int:
-        """As a program that keeps what it has measured."""
+        """Act like a program that keeps its measurements."""
         with contextlib.suppress(KeyboardInterrupt):
             interrupted()
         return command_line.EXIT_INTERRUPTED
@@ -173,11 +173,11 @@ def test_ctrl_c_while_something_is_imported_is_quiet(
         while not ready.exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(number)
-        said = process.communicate(timeout=600)[1]
+        stderr = process.communicate(timeout=600)[1]
     if mask == "ignored":
         assert process.returncode not in (*dict(ENDING).values(), -number)
     else:
-        assert (process.returncode, said) == (dict(ENDING)[number], "interrupted\n")
+        assert (process.returncode, stderr) == (dict(ENDING)[number], "interrupted\n")
 
 
 def test_durations() -> None:

@@ -103,7 +103,7 @@ SOME_FIRST = {  # of what ships, every third by default
 
 
 class Code(NamedTuple):
-    """What the compiler made of a kernel."""
+    """A compiled kernel."""
 
     ptx: str
     cubin: bytes
@@ -198,7 +198,7 @@ def test_grouped_gemm(config, layer, compiled_code):
 
 
 def check_wgmma(ptx: str, config, loads: list[str]) -> None:
-    """Of Hopper's GEMM the main loop, the copies that a cluster shares and the stores."""
+    """Check the main loop of Hopper's GEMM, the copies that a cluster shares and the stores."""
     columns = config.tile_m if config.swap_ab else config.tile_n
     values = 64 * columns // 128  # of the accumulator, a thread
     blocks = config.num_stages if config.unroll else 4 if config.overlap else 1  # of a turn
@@ -246,7 +246,7 @@ def allocated(ptx: str) -> int:
 
 
 def check_registers_given(ptx: str, threads: int, registers: int, producers: int) -> None:
-    """What setmaxnreg gives the consumers is what the CTA has: more is waited for forever."""
+    """Check that setmaxnreg asks for no more registers than the CTA has: it would wait for ever."""
     (producer,) = map(int, re.findall(r"setmaxnreg\.dec\S*\s+(\d+)", ptx))
     (consumer,) = map(int, re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", ptx))
     assert producer * producers + consumer * (threads - producers) <= registers * threads
@@ -261,11 +261,10 @@ def check_queue(ptx: str, readers: int = 3, others: int = 0) -> None:
         others: times that lanes of a warp wait for each other for another reason.
     """
     # All roles that take tiles: their lanes have read the slot before one of them frees it.
-    taken = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
-    kept = (
-        4 + others
-    )  # around the stores of a tile's B scales, for the first tile and for the next ones
-    assert len(taken) == ptx.count("bar.warp.sync") - kept == readers
+    reads = re.findall(r"ld\.shared\.b32[^;]*;\s*bar\.warp\.sync\s+-1;", ptx)
+    # Four around the stores of a tile's B scales, for the first tile and for the next ones.
+    others += 4
+    assert len(reads) == ptx.count("bar.warp.sync") - others == readers
     # Who serves waits for a free slot before every tile, and once more before it may exit.
     served = ptx[: ptx.index("atom.global.add")]
     empty = re.findall(r"mbarrier\.try_wait\S* P1, \[(%r\d+)\]", served)[-1]
@@ -361,9 +360,8 @@ def test_fused(target, tokens, terms, compiled_code):
     assert ("cvt.rn.f16x2.e4m3x2" in gemm1) == (terms == 2), "what the first term leaves"
     waits = ptx.count("griddepcontrol.wait")
     if architecture is BLACKWELL:
-        # Of a GEMM that knows its rows, as the first one behind a permute and the second do, only
-        # who loads A or its scales waits; of the second at its end, and before where its rows would
-        # reach what the first one reads.
+        # GEMM1 after a permute and GEMM2 know their rows: only the warps that load A or its scales
+        # wait. GEMM2 waits at its end, and before it writes rows that GEMM1 reads.
         assert waits == (7 if gathers else 11)
         # Up and gate of 128 columns: under swap_ab two MMA one above the other, or two CTAs.
         assert gemm1.count(mma) == (8 if gathers and not first.by_pairs else 4)
@@ -386,7 +384,7 @@ def test_fused(target, tokens, terms, compiled_code):
 
 
 OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8m0=True)
-"""With a clamp, and scales that are powers of two."""
+"""The activation has a clamp, and scales are powers of two."""
 
 
 @pytest.mark.parametrize(
@@ -437,7 +435,7 @@ def test_batched_experts(architecture, rows, terms, tokens, compiled_code):
 
 @pytest.mark.parametrize("evict_first", [True, *more(False)])
 def test_the_weights_leave_l2_first(evict_first, compiled_code):
-    """They alone, and only where it is asked for."""
+    """Only weights are loaded with this hint, and only if the config asks for it."""
     first, second = (
         dataclasses.replace(config, evict_first=evict_first)
         for config in HOPPER.choose_layer(1, DEEPSEEK_V3)
@@ -455,7 +453,7 @@ def test_the_weights_leave_l2_first(evict_first, compiled_code):
 
 @pytest.mark.parametrize(("tokens", "terms"), [(2048, 1), *more((14107, 1), (14107, 2))])
 def test_slices(tokens, terms, compiled_code):
-    """Of A a copy a slice and term, which the CTAs side by side share."""
+    """A has one copy for each slice and term, which neighbouring CTAs share."""
     first, second = (
         dataclasses.replace(config, slices=True)
         for config in HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
@@ -484,7 +482,7 @@ FORMS = {
     ],
 )
 def test_given_experts(form, tokens, target, compiled_code):
-    """As many launches as with the experts chosen here, tokens in bfloat16 or not."""
+    """The launches are as many as with our own routing, with tokens in bfloat16 or not."""
     architecture = of_target(target)
     configs = architecture.choose_layer(tokens, GIVEN, 1)
     ptx, cubin = compiled_code(compile_fused, GIVEN, *configs, 132, target, FORMS[form])
@@ -559,7 +557,7 @@ def test_the_cache_policy_is_the_one_that_ptxas_makes(tmp_path):
 
 
 def check_machine_code(text: str, config) -> None:
-    """What the GEMM lives on, in the code that a GPU would run."""
+    """Check the counts in its machine code that the GEMM's speed depends on."""
     found = facts(text)
     mma = 8 if config.swap_ab and config.tile_n == 256 else 4
     assert (found.mma, found.commits) == (mma * config.terms, 2)
@@ -578,11 +576,11 @@ MOST = {
     "serialised MMA": 0,
     "local memory in loops": 0,
 }
-"""Of what `sass.counts` counts in a kernel."""
+"""The most that `sass.counts` may count in a kernel."""
 
 
 def check_counts(cubin: bytes, of: object) -> dict[str, str]:
-    """No kernel of an object has more than `MOST`; gives the kernels' text by name."""
+    """Check that no kernel of an object has more than `MOST`; return the kernels' text by name."""
     codes = disassemble(cubin)
     for kernel, text in codes.items():
         found = counts(text)
@@ -683,7 +681,7 @@ def test_the_combine_gives_no_stage_back_that_it_reads(compiled_code, monkeypatc
     monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, "")  # its key knows nothing of the fence
     assert not early()
     monkeypatch.setattr(cutlass.cute.arch, "fence_proxy", lambda *_, **__: None)
-    # Of a row and of its weight, which returns before the row and has no scoreboard of its own.
+    # The loads of a row and of its weight, which returns first and has no scoreboard of its own.
     assert {line.name for one in early() for line in one.loads} == {"LDS.128", "LDS"}
 
 
@@ -703,16 +701,16 @@ print([load.name for one in early_arrivals(text) for load in one.loads])
 @needs_nvdisasm
 @pytest.mark.all
 def test_scales_given_back_while_they_are_read_are_found(tmp_path):
-    """As the code was once: no emulation of PTX sees that the arrival overtakes the loads."""
+    """Restore an old fault: no emulation of PTX sees that the arrival overtakes the loads."""
     package = tmp_path / "solutions" / "moe_fp8"
     shutil.copytree(compiling.PACKAGE_ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
-    gemm = package / "kernels" / "sm100" / "gemm.py"
+    gemm = package / "kernels" / "gemm_sm100.py"
     source = gemm.read_text()
     fence = '                cute.arch.fence_proxy("async.shared", space="cta")\n'
-    release = "                inputs.scales.consumer_release(scales_state)\n"
-    wait = "            sums.consumer_wait(sums_state)\n            self._promote("
+    release = "                operands.pipes.sfa.consumer_release(sfa_state)\n"
+    wait = "            acc_pipeline.consumer_wait(acc_state)\n            self._promote("
     early = "            cute.arch.sync_warp()\n"
-    early += "            scales_pipe.consumer_release(scales_state)\n"
+    early += "            sfa_pipeline.consumer_release(sfa_state)\n"
     for old, mutant in ((fence, ""), (release, ""), (wait, early + wait)):
         assert source.count(old) == 1
         source = source.replace(old, mutant)
@@ -795,7 +793,7 @@ CASES = [
     ids=[f"{d.short}-{a.target}-{rows} rows-{terms} terms" for d, a, rows, terms in CASES],
 )
 def test_other_definitions(definition, architecture, rows, terms, compiled_code):
-    """With what the heuristic picks for few or for many rows."""
+    """Configs that the heuristic picks for few and for many rows."""
     shape = MoeShape(**definition.shape)
     tokens = rows * shape.num_experts // shape.top_k
     first, second = architecture.choose_layer(tokens, shape, terms)
@@ -909,7 +907,7 @@ def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
 
 
 def test_a_copy_in_many_arrivals_beside_tma():
-    """What a strategy adds reaches the counts: 64 threads that bring rows, none of them by TMA."""
+    """The counts include the 64 threads that gather rows, without TMA."""
     assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
 
 
@@ -933,7 +931,7 @@ def test_what_completes_the_barriers_of_a_stage_on_blackwell():
         config = BlackwellConfig(**cluster)
         counts = GemmLoad(config, 4096, 7168, 32).counts
         assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
-    # Of a pair's MMA the first CTA hears of both CTAs' operands, and frees the stages of both.
+    # The first CTA of a pair issues the MMA: it gets both CTAs' arrivals and frees both' stages.
     pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
     assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
     assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)

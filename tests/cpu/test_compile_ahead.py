@@ -76,7 +76,7 @@ def test_no_more_tokens_than_asked_for():
 
 @pytest.fixture
 def geometries(tmp_path, monkeypatch) -> list[tuple]:
-    """Of two kernels that nothing has yet, on two cores."""
+    """Geometries of two kernels that are not compiled yet, on two cores."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
     monkeypatch.setattr(fused.compile_fused, "functions", {})
     monkeypatch.setattr(ahead, "cores", lambda: 2)
@@ -202,11 +202,11 @@ def test_what_is_prepared_is_loaded_once_on_every_gpu(gpu):
 def test_nothing_is_kept_of_what_is_prepared_with(gpu):
     """The weights may be freed, moved and written over."""
     given = tensors()
-    kept = [weakref.ref(tensor) for tensor in given.values()]
+    references = [weakref.ref(tensor) for tensor in given.values()]
     of = (given["ids"], given["weights"], given["x"], *(given[name] for name in WEIGHTS))
     assert prepare(experts, *of, tokens=4)
     del given, of
-    assert not any(tensor() is not None for tensor in kept)
+    assert not any(tensor() is not None for tensor in references)
 
 
 def test_nothing_is_to_do_on_the_cpu(monkeypatch):
@@ -239,7 +239,7 @@ def test_calls_that_are_wrong():
 
 
 def test_a_call_without_pairs():
-    """What brings a kernel's code to the GPU: of one token, and no expert's weights are read."""
+    """The call that loads a kernel's code has one token and reads no expert's weights."""
     given = tensors()
     weights = [given[name] for name in WEIGHTS]
     routed = RoutedInputs(given["ids"], given["weights"], given["x"], None, *weights, 4, None)
@@ -272,16 +272,16 @@ ahead.main()
 
 
 def test_where_the_pool_is_killed_its_workers_end():
-    """As `subprocess.run` kills it where `prepare` is interrupted."""
+    """`subprocess.run` kills the pool if `prepare` is interrupted."""
     env = {**os.environ, "PYTHONPATH": str(ahead.PARENT)}
     command, own = [sys.executable, "-c", SLEEPING], {"env": env, "start_new_session": True}
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, **own) as pool:
         assert pool.stdin and pool.stdout
         pool.stdin.write(pickle.dumps([(b"1",), (b"2",)]))
         pool.stdin.close()
-        said = pool.stdout.read(2)  # a byte of each: lines of two processes may mix
+        started = pool.stdout.read(2)  # a byte of each: lines of two processes may mix
         pool.kill()
         closed, _, _ = select.select([pool.stdout], [], [], 100)
         os.killpg(pool.pid, signal.SIGKILL)
-    assert sorted(said) == [*b"12"]
+    assert sorted(started) == [*b"12"]
     assert closed, "it is closed when the last one has ended"

@@ -23,11 +23,11 @@ from scripts.table import recorded
 KINDS = list(
     {(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in reversed(MOE[1:])}.values()
 )
-"""Of those whose code is the same but for sizes the first."""
+"""The first of the definitions whose code differs in sizes only."""
 NUM_EXPERTS = dict.fromkeys(
     ("", "dsv3_tp8", "glm5", "glm5_limit10", "minimax_m2", "minimax_m2_ep8"), 256
 ) | dict.fromkeys(("kimi_k2", "kimi_k2_e384", "kimi_k2_ep4"), 384)
-"""Of the models; the others have 128, all of them local, and no such axis."""
+"""Experts of the models. The others have 128, all of them local, and no such axis."""
 
 
 def named(definition: Entry) -> str:
@@ -179,7 +179,7 @@ def reference(definition: Entry):
 
 
 def arguments_of(definition: MoeDefinition, inputs: MoeInputs) -> list:
-    """In the order of the definition."""
+    """Return the inputs in the order of the definition."""
     return [getattr(inputs, name) for name in load(definition).inputs]
 
 

@@ -1,4 +1,4 @@
-"""What a run records of its machine, and when two captures are of the same."""
+"""The machine in a run's record, and the comparison of two captures."""
 
 from typing import Any
 
@@ -65,8 +65,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("said", OTHERS)
-def test_differences_that_change_results_are_said_and_clocks_are_none(said: str) -> None:
+@pytest.mark.parametrize("sentence", OTHERS)
+def test_differences_that_change_results_are_said_and_clocks_are_none(sentence: str) -> None:
     clock = {"gpus": [CAPTURE["gpus"][0] | {"sm_clock": "1980 MHz"}]}
-    now = CAPTURE | clock | OTHERS[said]
-    assert "; ".join(environment.differences(CAPTURE, now)) == said
+    now = CAPTURE | clock | OTHERS[sentence]
+    assert "; ".join(environment.differences(CAPTURE, now)) == sentence

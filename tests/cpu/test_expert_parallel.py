@@ -51,8 +51,8 @@ def test_the_ranks_together_are_one_that_has_all_experts(ranks, options):
     assert list(found) == ["1", "9"]
     # Not 0: the parts of a token are rounded; and well below one part that is missing.
     assert all(0 < float(diff) < 1e-5 for diff in found.values())
-    how = "gloo, DeepEP" if "--deep-ep" in options else "gloo"
-    assert f"{ranks} ranks (CPU, reference model, {how})" in done.stdout
+    exchange = "gloo, DeepEP" if "--deep-ep" in options else "gloo"
+    assert f"{ranks} ranks (CPU, reference model, {exchange})" in done.stdout
 
 
 def test_ranks_that_do_not_divide_the_experts():
@@ -213,7 +213,7 @@ def test_a_dtensor_is_refused_by_name(alone, name):
 
 @pytest.mark.parametrize("with_buffer", [False, True])
 def test_one_of_several_tokens_by_a_slice(alone, with_buffer):
-    """Its scales lie as far apart as those of all."""
+    """The strides of one token's scales are those of all tokens."""
     logits, bias, x, x_scale, *weights = given_to(0, 1, 9)
     arguments = logits[3:4], bias, x[3:4], x_scale[:, 3:4], *weights
     buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
@@ -362,10 +362,10 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
 
 
 def refused_rank(rank: int, ranks: int, folder: object) -> None:
-    """What a rank is told in every case, one after the other; in the end a call succeeds."""
+    """Write the message that a rank gets in every case; the last call succeeds."""
     usual = dict(zip(TENSORS, given_to(rank, ranks, 5), strict=True))
     options = {"n_group": 6, "topk_group": 2, "top_k": 3}
-    said = {}
+    messages = {}
     for name, (changes, _) in REFUSED.items():
         given: dict[str, Any] = usual | options
         for argument, change in changes.get(rank, {}).items():
@@ -373,9 +373,9 @@ def refused_rank(rank: int, ranks: int, folder: object) -> None:
         try:
             expert_parallel_moe(**given)
         except ValueError as error:
-            said[name] = str(error)
+            messages[name] = str(error)
     assert expert_parallel_moe(**usual, **options).shape == (5, HIDDEN)
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(messages))
 
 
 @pytest.fixture(scope="module")
@@ -386,8 +386,8 @@ def said(tmp_path_factory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_says_what_is_wrong_on_one(name, said):
-    first, *others = (of_rank.get(name) for of_rank in said)
+def test_every_rank_says_what_is_wrong_on_one(name, messages):
+    first, *others = (of_rank.get(name) for of_rank in messages)
     assert re.match(REFUSED[name][1], str(first))
     assert others == [first, first]
 

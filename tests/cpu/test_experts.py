@@ -54,7 +54,7 @@ def local_of(ids: torch.Tensor) -> torch.Tensor:
 
 
 def random_map() -> torch.Tensor:
-    """Of experts 4 to 7, in another order, and of redundant ones: 12 and 13 are copies."""
+    """A map of experts 4 to 7, in another order, and of redundant ones: 12 and 13 are copies."""
     placed = torch.full((E,), -1, dtype=torch.int32)
     placed[[4, 5, 6, 7, 12, 13]] = torch.tensor([2, 0, 3, 1, 2, 1], dtype=torch.int32)
     return placed
@@ -99,7 +99,7 @@ def test_the_forms_agree_to_the_bit():
 @pytest.mark.parametrize("accurate", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_bits_of_the_layer_with_its_routing(tokens, accurate):
-    """For the same choices, in whatever order they are given."""
+    """The same choices give the same bits, in any order."""
     tensors = tensors_of(tokens)
     options = {"local_expert_offset": OFFSET, "accurate": accurate}
     wanted = fused_moe(*tensors, routed_scaling_factor=2.5, **options, **ROUTING)

@@ -76,7 +76,7 @@ def test_it_is_the_solutions_layer():
 
 
 def test_one_token_whose_scales_are_transposed_needs_the_kernel_of_more():
-    """As `prepare` makes it: its strides say so, though one row or column is contiguous anyhow."""
+    """`prepare` makes scales like these: a single row is contiguous, but its strides differ."""
     layers = []
     for tokens in (1, 8):
         logits, bias, x, x_scale, *rest = tensors_of(tokens)
@@ -139,7 +139,7 @@ class Module(torch.nn.Module):
 
 
 def test_exported_saved_and_loaded():
-    """For any number of tokens, by torch.export."""
+    """torch.export makes a program for any number of tokens."""
     tokens, layer, file = torch.export.Dim("tokens", max=2**20), Module(), io.BytesIO()
     dynamic = ({0: tokens}, None, {0: tokens}, {1: tokens})
     exported = torch.export.export(layer, tensors_of(7)[:4], dynamic_shapes=(dynamic,))
@@ -201,7 +201,7 @@ def test_the_package_twice_in_a_process():
 
 @pytest.mark.parametrize("exponent", range(-150, -110, 3))
 def test_quantised_values_below_the_normal_range(exponent, monkeypatch):
-    """As near as float32's least step allows a scale to be."""
+    """The values are as near as float32's least step allows a scale to be."""
     x = (torch.randn(5, 384).double() * 2.0**exponent).float()
     # Scales that are rounded down by almost half, and one that is rounded to 0.
     x[:3, 0] = 448 * 2.0**-149 * torch.tensor([1.49, 2.49, 0.49])

@@ -21,7 +21,7 @@ TOKENS = 5
 
 
 class OnGpu(types.SimpleNamespace):
-    """As much of a tensor as is looked at before the compiled function is called."""
+    """The attributes of a tensor that are read before the compiled function is called."""
 
     is_cuda = True
     addresses = itertools.count(2**40, 2**32)
@@ -46,7 +46,7 @@ def call(tokens: int = TOKENS, gpu: int = 0, **changed) -> tuple[MoeInputs, OnGp
 
 @pytest.fixture(params=[1, 2], ids=["one GPU", "two GPUs"])
 def gpus(request, monkeypatch) -> int:
-    """As many as there are; number 0 is the current one."""
+    """The number of GPUs; GPU 0 is the current one."""
     layer_module._one_gpu.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -56,7 +56,7 @@ def gpus(request, monkeypatch) -> int:
 
 @pytest.fixture
 def called(gpus, monkeypatch) -> list[str]:
-    """What is called: `validated`, `prepared`, and the compiled function with its tokens."""
+    """The calls in order: `validated`, `prepared`, and the compiled function with its tokens."""
     calls: list[str] = []
 
     def make_call(tokens, *arguments):
@@ -112,7 +112,7 @@ def test_no_tokens_first_and_in_between(called):
 
 
 def test_parts_of_as_many_tokens_are_prepared_once(layer, called):
-    """Of a call of more tokens than one launch takes, and of every such call after it."""
+    """Parts of a call that has more tokens than one launch takes, and of later such calls."""
     for _ in range(2):
         layer._launch(*call(tokens=7))
     assert called == ["prepared", "fused 7", "fused 7"]
@@ -167,7 +167,7 @@ def on(gpu: int) -> OnGpu:
     ids=str,
 )  # fmt: skip
 def test_given_experts_on_the_short_way(form, changed, usual, called, gpus):
-    """What the compiled function does not look at is validated; None: with a second GPU."""
+    """Arguments that the compiled function does not check are validated; None: with two GPUs."""
     layer = FusedLayer(GIVEN, form=form)
     layer(*routed(**changed))
     called.clear()

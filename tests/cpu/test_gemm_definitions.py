@@ -32,7 +32,7 @@ def fp8(generator: torch.Generator, *dims: int) -> torch.Tensor:
 
 
 def arguments(layout: str, rows: tuple[int, ...] = ROWS) -> list:
-    """In the definition's order; reserved rows that are not an expert's hold NaN."""
+    """Return the inputs in the definition's order; unused reserved rows hold NaN."""
     generator = torch.Generator().manual_seed(sum(rows))
 
     def normal(*dims: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def new_output(inputs: list) -> torch.Tensor:
 
 
 def dequantised(layout: str, inputs: list) -> torch.Tensor:
-    """In float64, one expert after the other."""
+    """Compute in float64, one expert after the other."""
     a, a_scale, b, b_scale, rows = inputs[:5]
     x = a.double() * a_scale.transpose(-1, -2).double().repeat_interleave(128, -1)
     w = b.double() * b_scale.double().repeat_interleave(128, -1).repeat_interleave(128, -2)
@@ -110,11 +110,11 @@ WRONG = {
 def test_wrong_arguments_are_named(layout, name) -> None:
     inputs = arguments(layout)
     place = -1 if name == "out" else list(WRONG).index(name)
-    said = {"rows": "m_indptr" if layout == CONTIGUOUS else "masked_m"}.get(name, name)
+    argument = {"rows": "m_indptr" if layout == CONTIGUOUS else "masked_m"}.get(name, name)
     for wrong in WRONG[name]:
         given = [*inputs, new_output(inputs)]
         given[place] = wrong(given[place])
-        with pytest.raises(ValueError, match=f"^{said}: expected .*, got "):
+        with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
             RUN[layout](*given)
         assert given[-1] is None or bool(given[-1].isnan().all()), "nothing was written"
 

@@ -119,7 +119,7 @@ USUAL = GemmConfig(tile_m=128)
 
 
 def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
-    """Of rules without bounds but for those given."""
+    """Return the layer's configs by rules that have only the given bounds."""
     of_layer = LayerRules(**{"stages": 8, "one_wave": 0, "whole_waves": 0} | rules)
     return of_layer.configs(tokens, SHAPE, 1, lambda rows, n, k, terms=1: picked)
 

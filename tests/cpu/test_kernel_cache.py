@@ -88,7 +88,7 @@ def files(root: Path) -> dict[str, tuple[int, int]]:
 def test_the_cache_lies_where_the_environment_says(
     home, chosen, users, expected, monkeypatch, capsys
 ):
-    """One directory for all solutions: a packed one's package has another name after every edit."""
+    """All solutions share a directory: a packed package has a new name after every edit."""
     monkeypatch.setattr(compiling, "PACKAGE_ROOT", Path("/bundles/fib_python_1234"))
     for name, value in (("HOME", home), (CACHE_VARIABLE, chosen), ("XDG_CACHE_HOME", users)):
         monkeypatch.setenv(name, value or "")
@@ -154,9 +154,9 @@ def listing(monkeypatch, tmp_path, capsys) -> Callable[..., str]:
 
 
 def test_the_program_lists_and_clears(listing, tmp_path, monkeypatch, capsys):
-    said = listing()
-    assert "Gemm" in said and "(combine of 7168,)" in said
-    assert f"{tmp_path}: 2 kernels, 0.0 MiB (256 MiB at most)" in said
+    listed = listing()
+    assert "Gemm" in listed and "(combine of 7168,)" in listed
+    assert f"{tmp_path}: 2 kernels, 0.0 MiB (256 MiB at most)" in listed
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         assert "removed 0 of 2 kernels" in listing("--clear"), "in root's directory"
@@ -174,8 +174,8 @@ def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(content, li
     (damaged / DESCRIPTION).write_text(content or "", errors="surrogateescape")
     if content is None:
         (damaged / DESCRIPTION).unlink()
-    said = listing()
-    assert f"{damaged.name} ?" in said and "(combine of 7168,)" in said
+    listed = listing()
+    assert f"{damaged.name} ?" in listed and "(combine of 7168,)" in listed
     assert "removed 2 of 2 kernels" in listing("--clear")
 
 
@@ -225,9 +225,9 @@ def test_what_cannot_be_loaded_is_built_anew(error, tmp_path):
     get(tmp_path)
     cache = kernels_in(tmp_path, fail(error("no such relocation")))
     why = f"{OBJECT} cannot be loaded .{error.__name__}."
-    with pytest.warns(RuntimeWarning, match=why) as said:
+    with pytest.warns(RuntimeWarning, match=why) as warned:
         assert cache.get(GEMM, lambda: "anew") == kept(tmp_path) == "anew"
-    assert len(said) == 1
+    assert len(warned) == 1
     with pytest.raises(KeyboardInterrupt):  # drops nothing
         kernels_in(tmp_path, fail(KeyboardInterrupt())).get(GEMM, never)
     assert kept(tmp_path) == "anew"
@@ -265,7 +265,7 @@ def in_processes(work: Callable[[int], Any], number: int) -> list[int | None]:
 
 
 def test_of_four_processes_one_builds(tmp_path):
-    """All are new at the same time, as on a node of GPUs."""
+    """All processes start at once, as on a node of GPUs."""
 
     def build(i: int) -> str:
         (tmp_path / f"by-{i}").touch()
@@ -381,10 +381,10 @@ def test_what_others_can_write_is_neither_loaded_nor_written(
     monkeypatch.setattr(fcntl, "flock", never)
     cache = kernels_in(directory, never)
     why = f"not kept in {directory} .*mode 777.*/{path.name}'.*{CACHE_VARIABLE}"
-    with pytest.warns(RuntimeWarning, match=why) as said:
+    with pytest.warns(RuntimeWarning, match=why) as warned:
         for made_of in (GEMM, GEMM, COMBINE)[: 3 if path in (above, above / "kernels") else 2]:
             assert cache.get(made_of, lambda: "anew") == "anew" and not cache.has(made_of)
-    assert len(said) == 1 and files(tmp_path) == before
+    assert len(warned) == 1 and files(tmp_path) == before
 
 
 @pytest.mark.parametrize("target", ["file", "kernels", "missing", None])
@@ -415,7 +415,7 @@ def test_the_umask_says_who_can_read_what_is_made(mask, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "held"),
+    ("make", "locked"),
     [
         (lambda path: path.symlink_to("elsewhere"), False),
         (lambda path: path.mkdir(), False),
@@ -426,14 +426,14 @@ def test_the_umask_says_who_can_read_what_is_made(mask, tmp_path):
     ],
     ids=["link", "directory", "FIFO", "readable", "own", "of the group"],
 )
-def test_no_lock_is_waited_for_that_others_can_hold(make, held, monkeypatch, tmp_path):
+def test_no_lock_is_waited_for_that_others_can_hold(make, locked, monkeypatch, tmp_path):
     make(tmp_path / "lock-prepare")
     opened = os.listdir("/proc/self/fd")
     operations: list[int] = []
     monkeypatch.setattr(fcntl, "flock", lambda file, operation: operations.append(operation))
     with kernels_in(tmp_path).lock("prepare"):
-        assert operations == [fcntl.LOCK_EX] * held
-    assert operations == [fcntl.LOCK_EX, fcntl.LOCK_UN] * held
+        assert operations == [fcntl.LOCK_EX] * locked
+    assert operations == [fcntl.LOCK_EX, fcntl.LOCK_UN] * locked
     assert not (tmp_path / "elsewhere").exists() and os.listdir("/proc/self/fd") == opened
 
 
@@ -476,11 +476,11 @@ def test_a_directory_that_cannot_be_written_is_read(image, monkeypatch):
     with as_pod():
         monkeypatch.setattr(os, "utime", fail(errno.EROFS))
         assert kernels_in(image).has(GEMM) and kept(image) == "built"
-        with pytest.warns(RuntimeWarning, match="cannot be written") as said:
+        with pytest.warns(RuntimeWarning, match="cannot be written") as warned:
             assert [get(image, {"kernel": name}) for name in "AB"] == ["built"] * 2
         with pytest.raises(PermissionError, match="cannot be written"):
             kernels_in(image).lock("prepare").__enter__()
-    assert len(said) == 1 and len([*image.iterdir()]) == 2
+    assert len(warned) == 1 and len([*image.iterdir()]) == 2
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

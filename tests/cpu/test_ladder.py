@@ -188,7 +188,7 @@ def test_chunks_of_tokens_change_nothing(layer, chunk, weights, called, monkeypa
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(0, 16), (1, 16), (7, 3), (40, 16)])
 def test_fused_treats_tokens_on_their_own(tokens, chunk, weights, monkeypatch):
-    """In chunks and alone the same bits; the intermediate is float32 until it is quantised."""
+    """Chunks give the bits of one call; the intermediate is float32 until it is quantised."""
     inputs = bruteforce.random_inputs(SMALL, tokens, 32, 12, weights, favourite=40)
     whole = output_of(FUSED, inputs)
     monkeypatch.setattr(call_module, "CHUNK_TOKENS", chunk)
@@ -498,7 +498,7 @@ def test_aligned_rows(counts, tiles, called, monkeypatch):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_clustered_says_all_that_it_knows(counts):
-    """Its host has the counts: nothing of the heuristic is for benchmarks alone."""
+    """The host of v3 has the counts, so every branch of the heuristic serves a solution."""
     choose = Choose(64, 16)
     assert [*v3.counted_configs(counts, DEEPSEEK_V3, choose)] == choose.configs
     active = [count for count in counts if count]
@@ -573,24 +573,24 @@ def test_flat_expects_the_rows_of_experts_that_have_any(tokens):
 
 @pytest.mark.parametrize("offset", [32, 512], ids=["some_local", "none_local"])
 def test_flat_rows_without_a_pair_are_not_written(offset, weights, monkeypatch):
-    kept: list[Any] = []
+    tensors: list[Any] = []
     workspace = steps.workspace
 
     def keep(*arguments: Any) -> Any:
-        kept.append(workspace(*arguments))
-        return kept[0]
+        tensors.append(workspace(*arguments))
+        return tensors[0]
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
     monkeypatch.setattr(steps, "workspace", keep)
     inputs = bruteforce.random_inputs(SMALL, 21, offset, 5, weights)
     output_of(v4.moe, inputs)
     total = int(steps.route(inputs, SMALL).m_indptr[-1])
-    q, q_scale = kept[0].q, kept[0].q_scale
+    q, q_scale = tensors[0].q, tensors[0].q_scale
     assert q.shape[0] == 21 * 8 and (total == 0) == (offset == 512)
     assert (q.view(torch.uint8)[total:] == 0xFF).all() and q_scale[:, total:].isnan().all()
     assert q[:total].float().isfinite().all() and q_scale[:, :total].isfinite().all()
     if total == 0:  # `o` lies over the other buffers, which are not written either then
-        assert kept[0].o.isnan().all()
+        assert tensors[0].o.isnan().all()
 
 
 # --- workspace of v3 and flat -------------------------------------------------------------------
@@ -624,7 +624,7 @@ def test_the_parts_of_the_workspace_lie_apart(shape, rows):
 
 
 def test_memory_of_many_tokens_is_bounded():
-    """What a chunk takes at the true geometry, were all experts of all its tokens local."""
+    """The workspace of a chunk at the true geometry if all its tokens' experts are local."""
     with FakeTensorMode():
         rows = call_module.CHUNK_TOKENS * DEEPSEEK_V3.top_k
         made = steps.workspace(torch.empty(0), rows, DEEPSEEK_V3)

@@ -16,7 +16,7 @@ from scripts.measure import batched
 from scripts.measure.gemm_problems import uneven_rows
 
 BYTES = 1 + 4 / BLOCK**2
-"""Of a weight, with its share of a scale."""
+"""Bytes of a weight, with its share of a scale."""
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
 DEVICE_NAME = DEVICE.type
@@ -93,7 +93,7 @@ def test_an_expert_with_more_tokens_than_it_has_room_for_is_refused(monkeypatch)
 
 
 def test_an_expert_without_a_token_and_one_with_all() -> None:
-    """Of the kernel between DeepGEMM's: other counts than are expected."""
+    """The kernel between DeepGEMM's two takes other counts than expected."""
     g = torch.randn(3, 8, 1024, device=DEVICE).bfloat16()
     counts = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
     q, scale = batched.by_triton(g, counts, 2)

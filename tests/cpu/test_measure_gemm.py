@@ -245,8 +245,8 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     assert [r["subject"] for r in found] == [v.name for v in variants]
     assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
     assert found[0]["config"] == str(heuristic(problem)) and not found[0]["peer"]
-    said = {"tokens": 7, "pairs": 136, "active": 3, "max": 130}.items()
-    assert all(r.items() >= said for r in found)
+    facts = {"tokens": 7, "pairs": 136, "active": 3, "max": 130}.items()
+    assert all(r.items() >= facts for r in found)
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
     assert all(r["read"] == r["roofline"] == pytest.approx(14.0) for r in found[:-1])
     assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
@@ -289,8 +289,8 @@ def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> No
     monkeypatch.setattr(gemm, "WORKERS", 2)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     gemm.compile_ahead(math.factorial, [3, -1, 4])
-    said = capfd.readouterr().err
-    assert "3 compiled ahead in 2 processes" in said and "1 failed" in said
+    stderr = capfd.readouterr().err
+    assert "3 compiled ahead in 2 processes" in stderr and "1 failed" in stderr
 
 
 def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
@@ -329,7 +329,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
-    """What the layer passes to its GEMMs when it is called, kernels and routing aside."""
+    """The layer passes these configs to its GEMMs; kernels and routing are stand-ins."""
     from moe_fp8.call import GroupedRows, MoeInputs
     from moe_fp8.ladder import steps
 
@@ -381,9 +381,9 @@ def test_rows_name_the_solutions_whose_kernel_was_timed(monkeypatch) -> None:
     monkeypatch.setattr(gemm, "peer_variants", list)
     n, k = LAYER_SHAPES["gemm1"]
     variants = gemm.collect_variants(True, Problem((1,) * 32, n, k, 80))
-    said = {v.name: v.labels().get("solution") for v in variants}
+    solutions = {v.name: v.labels().get("solution") for v in variants}
     flat, v3 = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"
-    assert said == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
+    assert solutions == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
         "v3": v3
     }
     assert all(len(v.labels()["hash"]) == 40 for v in variants)

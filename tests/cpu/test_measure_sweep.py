@@ -45,10 +45,10 @@ def inputs(tokens: int, hidden=256, width=128, local=32, experts=256) -> MoeInpu
 def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
     monkeypatch.setattr(cases.Inputs, "of", lambda self, workload: [workload] * 10)
     problems = cases.Problems(ROOT, "cpu", 1)
-    drawn, said = problems.of(8)
+    drawn, source = problems.of(8)
     (spec,) = [s for s in load_specs() if s.seq_len == 7]
     expected = replace(spec, seq_len=8).draw().logits
-    assert said == f"drawn as workload {spec.uuid[:8]} is (T=7)"
+    assert source == f"drawn as workload {spec.uuid[:8]} is (T=7)"
     assert torch.equal(drawn.routing_logits, torch.from_numpy(expected))
     changed = drawn.routing_bias
     assert changed.axes == {"seq_len": 8}
@@ -161,23 +161,23 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
 
     def solution(logits, bias, x, scale, *rest):
         *weights, offset, factor, out = rest
-        how = dict(local_expert_offset=offset, routed_scaling_factor=factor)
-        how |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
-        fused_moe(logits, bias, x, scale, *weights, **how, out=out)
+        options = dict(local_expert_offset=offset, routed_scaling_factor=factor)
+        options |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "top_k")}
+        fused_moe(logits, bias, x, scale, *weights, **options, out=out)
 
     def prepared(inputs):
         return lambda given, out: solution(*given, out)
 
     monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
     monkeypatch.setattr(as_engines, "PREPARED", {"a peer": prepared, "not chosen": None})
-    said = {"a peer": {"peer": True, "hash": "1"}, FUSED: {"peer": False, "hash": "2"}}
+    recorded = {"a peer": {"peer": True, "hash": "1"}, FUSED: {"peer": False, "hash": "2"}}
     monkeypatch.setattr(
         as_engines,
         "BuilderRegistry",
         SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda of, s: s)),
     )
-    chosen = calls.Chosen(None, {"a peer": solution, FUSED: None}, said, {})
-    other = chosen._replace(labels=said | {f"{PREFIX}v1": {"peer": False}})
+    chosen = calls.Chosen(None, {"a peer": solution, FUSED: None}, recorded, {})
+    other = chosen._replace(labels=recorded | {f"{PREFIX}v1": {"peer": False}})
     with pytest.raises(UsageError, match="v1: of ours, only cutedsl_moe_fp8_fused is called"):
         as_engines.Engines(DEFAULT, other)
     engines = as_engines.Engines(DEFAULT, chosen)
@@ -186,16 +186,16 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     wanted = torch.empty(6, 256, dtype=torch.bfloat16)
     reference.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
     assert len(prepare) == 9 and {*prepare} == {*of}
-    peers = {name: said["peer"] for name, said in of.items()}
+    peers = {name: recorded["peer"] for name, recorded in of.items()}
     lines = ["a peer + quantiser", "a peer prepared + quantiser"]
     assert [name for name in prepare if peers[name]] == [*lines, "an engine"]
     assert {of[line]["hash"] for line in lines} == {"1"} and of["experts bf16"]["hash"] == "2"
     assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
     orders: list[bool] = []  # of the forms of ours
 
-    def noted(*arguments, gate_first, **how):
+    def noted(*arguments, gate_first, **options):
         orders.append(gate_first)
-        return experts(*arguments, gate_first=gate_first, **how)
+        return experts(*arguments, gate_first=gate_first, **options)
 
     monkeypatch.setattr(as_engines, "experts", noted)
     for name, make in prepare.items():
@@ -329,7 +329,7 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--as engines --definition qwen3_next", "renormalisation"),
         ("--as engines --definition glm5_limit10", "a layer that clamps"),
@@ -338,9 +338,9 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
         ("--definition gemm1", "only of a layer"),
     ],
 )
-def test_what_no_layer_has_is_refused(sweep, arguments: str, said: str) -> None:
+def test_what_no_layer_has_is_refused(sweep, arguments: str, message: str) -> None:
     done, *_ = sweep(*arguments.split())
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
@@ -354,5 +354,5 @@ def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
     monkeypatch.setattr(calls, "measure", until_the_first)
     done, found, _ = sweep()
     assert done.returncode == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}
-    said = re.search(r"^interrupted\n(\d+) rows added to .*\n\Z", done.stderr, re.MULTILINE)
-    assert said and int(said[1]) == len(found.rows), "and nothing is said to be kept without --out"
+    tail = re.search(r"^interrupted\n(\d+) rows added to .*\n\Z", done.stderr, re.MULTILINE)
+    assert tail and int(tail[1]) == len(found.rows), "and nothing is said to be kept without --out"

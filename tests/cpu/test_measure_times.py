@@ -96,9 +96,9 @@ def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypa
     reference = small.REFERENCE.replace("    return", f"    if len(x) == 3:\n    {exits}    return")
     solutions = [small.solution("right"), small.solution("exits", small.RIGHT + exits)]
     found = measured(solutions, reference=reference, lengths=(3, 2, 1))
-    said = f"RuntimeError: the reference of {DEFINITION} fails: SystemExit: 0"
+    message = f"RuntimeError: the reference of {DEFINITION} fails: SystemExit: 0"
     for name in ("right", "exits"):
-        assert found["uuid-3-0", name]["error"] == said
+        assert found["uuid-3-0", name]["error"] == message
         assert found["uuid-2-1", name]["error"] == "UsageError: no file"
     assert found["uuid-1-2", "right"]["cosine"] > 0.9999
     assert found["uuid-1-2", "exits"]["error"] == "SystemExit: 0"
@@ -144,7 +144,7 @@ def calls(cuda, monkeypatch):
 
 
 def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cuda) -> None:
-    """For want of memory: for a call's buffers, or in the harness's copies of its arguments."""
+    """Memory runs out for a call's buffers, or for the harness's copies of its arguments."""
     into = rows.Writer("times", "GPU A", "m")
     case = times.Case(small.definition(), {"tokens": 2}, [], 0.1, limit=2e-3)
     times.measure(into, case, calls, {"right": {"peer": False}}, 3)

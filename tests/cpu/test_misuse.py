@@ -27,9 +27,9 @@ COUNT = int(os.environ.get("MOE_FP8_FUZZ", "12"))
 """Random problems: seeds FIRST, FIRST + 1, ..., each the name of its test."""
 TENSORS = MoeInputs._fields[:8]
 NAN = 0x7F
-"""Of float8_e4m3fn, which has no infinity."""
+"""The NaN of float8_e4m3fn, which has no infinity."""
 SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
-"""With the definition's routing, so that its reference applies."""
+"""The routing is the definition's, so that its reference applies."""
 TOKENS = 5
 
 
@@ -154,14 +154,14 @@ def test_a_factor_beyond_all_floats_is_refused(layer, factor, inputs) -> None:
     out = torch.full((TOKENS, 256), torch.nan, dtype=torch.bfloat16)
     with pytest.raises(ValueError) as error:
         layer(inputs._replace(routed_scaling_factor=factor), out)
-    said = str(error.value)
-    assert said.startswith("routed_scaling_factor: expected") and len(said) < 200
+    message = str(error.value)
+    assert message.startswith("routed_scaling_factor: expected") and len(message) < 200
     assert out.isnan().all()
 
 
 @pytest.mark.parametrize("factor", [0.0, -2.5, 1e30, torch.nan, torch.inf, 1e300])
 def test_a_factor_of_any_value_is_the_references(factor, inputs, clean, reference) -> None:
-    """What float32 cannot hold is infinite in the reference too."""
+    """A factor that float32 cannot hold is infinite in the reference, too."""
     changed = inputs._replace(routed_scaling_factor=factor)
     wanted = reference(*changed)
     for name, layer in DIFFERENT.items():
@@ -179,7 +179,7 @@ def test_a_factor_of_any_value_is_the_references(factor, inputs, clean, referenc
 
 
 def with_bad(inputs: MoeInputs, name: str, bad: float) -> MoeInputs:
-    """One element replaced: of token 4, of expert 70, or of a block of its weights."""
+    """Replace one element: of token 4, of expert 70, or of a block of its weights."""
     x = getattr(inputs, name).clone()
     if x.dtype is torch.float8_e4m3fn:
         x.view(torch.uint8)[(6, 3, 5) if x.dim() == 3 else (4, 5)] = NAN
@@ -216,7 +216,7 @@ def test_not_finite_as_in_the_reference(name, bad, inputs, clean, reference) -> 
 
 @each
 def test_logits_that_are_all_nan_are_their_tokens_alone(layer, inputs, clean) -> None:
-    """As those of padding may be; every expert is local, so that there is something to see."""
+    """Logits of padding may be NaN. Every expert is local, so that the output is not zero."""
     shape = replace(layer.shape, num_local_experts=8, num_experts=8, n_group=2, topk_group=1,
                     top_k=3)  # fmt: skip
     given = bruteforce.random_inputs(shape, TOKENS, 0, seed=3)
@@ -236,7 +236,7 @@ def test_logits_that_are_all_nan_are_their_tokens_alone(layer, inputs, clean) ->
 @each
 @pytest.mark.parametrize("scale", [1e-23, 1e-38, 1e-42, 0.0, torch.nan])
 def test_scales_of_experts_without_a_token_do_not_matter(layer, scale) -> None:
-    """As those of experts that were never loaded, or trained."""
+    """Experts that were never loaded or trained have such scales."""
     shape = replace(layer.shape, num_experts=8, num_local_experts=8, n_group=1, topk_group=1,
                     top_k=2)  # fmt: skip
     given = bruteforce.random_inputs(shape, TOKENS, 0, seed=4)

@@ -55,9 +55,9 @@ def test_the_kernels_take_them_with_the_configs_that_it_says(sizes) -> None:
     shape = SHAPES[sizes]
     if shape.routing != "given":
         ChooseExperts(shape)
-    said = re.findall(r"(\d+)\s+(?:rows\s+)?at\s+T=(\d+)", TEXT)
-    assert len(said) == 2
-    for rows, tokens in said:
+    bounds = re.findall(r"(\d+)\s+(?:rows\s+)?at\s+T=(\d+)", TEXT)
+    assert len(bounds) == 2
+    for rows, tokens in bounds:
         configs = HOPPER.choose_layer(int(tokens), shape)
         assert [config.tile_m for config in configs] == [int(rows)] * 2
 

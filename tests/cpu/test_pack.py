@@ -287,7 +287,7 @@ def unpack(packed: bytes, directory: Path) -> Path:
 
 
 def top_level(directory: Path) -> Any:
-    """As SOL-ExecBench imports an entry file."""
+    """Import an entry file like SOL-ExecBench."""
     sys.modules.pop("main", None)
     sys.path.insert(0, str(directory))
     importlib.invalidate_caches()
@@ -295,7 +295,7 @@ def top_level(directory: Path) -> Any:
 
 
 def of_a_package(directory: Path) -> Any:
-    """As flashinfer-bench imports it."""
+    """Import an entry file like flashinfer-bench."""
     name = f"p_{uuid.uuid4().hex}"
     (directory.parent / name).symlink_to(directory)
     sys.path.insert(0, str(directory.parent))
@@ -304,7 +304,7 @@ def of_a_package(directory: Path) -> Any:
 
 
 def by_its_path(directory: Path) -> Any:
-    """As FlashInfer's Trace Apply imports it, but for sys.modules."""
+    """Import an entry file like FlashInfer's Trace Apply, but not into sys.modules."""
     spec = importlib.util.spec_from_file_location("main", directory / "main.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -403,7 +403,7 @@ OTHERS = [*KINDS, *GEMMS]
 @pytest.mark.all
 @pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
 def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None:
-    """One of ours computes, a peer's asks for a GPU."""
+    """Our bundle computes; a peer's needs a GPU."""
     found = {g.path.stem: g for g in pack.generations(definition=definition)}
     if gemm := isinstance(definition, GemmDefinition):
         inputs, names = gemm_arguments(definition.rows), PACKED[definition.rows]

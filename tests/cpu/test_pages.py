@@ -1,4 +1,4 @@
-"""What the pages name is there: paths, tests, programs with their options, links, commits."""
+"""Everything that pages name exists: paths, tests, programs and their options, links, commits."""
 
 import re
 import subprocess
@@ -12,9 +12,9 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 MADE = ("blob/", "traces/", "solutions/moe-fp8-cutedsl/", ".venv")
 """Made by the programs; not part of a clone."""
 FOLDERS = ("", "docs", "docs/notes", "solutions/moe_fp8", "solutions/moe_fp8/kernels", "tests")
-"""Where a page's paths may start."""
+"""Folders that a page's paths may be relative to."""
 ELSEWHERE = {
-    # What a packed solution and other projects have.
+    # Files of a packed solution and of other projects.
     *("main.py", "hpc/fuse_moe.py", "hpc/group_gemm.py"),
     # Examples.
     *("solutions/moe_fp8/ladder/v7_idea.py", "x.py", "x/__init__.py"),
@@ -27,15 +27,15 @@ def page(request) -> Path:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands in backticks, outside of blocks of code."""
+    """Return the text in backticks, outside of blocks of code."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 @cache
 def files() -> list[str]:
-    said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    listed = said.stdout.split() or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*")]
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    listed = done.stdout.split() or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*")]
     return [*listed, *{parent.as_posix() for p in listed for parent in Path(p).parents}]
 
 
@@ -53,7 +53,7 @@ def paths(page: Path) -> list[str]:
 
 
 def links(page: Path) -> list[str]:
-    """Those that stay inside the repository."""
+    """Return the links to files of the repository."""
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8"))
     return [t for t in targets if not t.startswith("https://")]
 
@@ -103,7 +103,7 @@ def defined_tests() -> set[str]:
 
 
 def test_names_of_tests(page: Path) -> None:
-    """Of files without their ending, too; a beginning stands for all that begin so."""
+    """A page may name a file without its ending, or a common beginning of several tests."""
     named = set(names_of_tests(page))
     assert [n for n in named if not any(known.startswith(n) for known in defined_tests())] == []
 

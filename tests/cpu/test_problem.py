@@ -109,7 +109,7 @@ OF_ANOTHER = {  # what T and device are is said by the logits, so another argume
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_tensor_is_named(good, name, fault):
-    change, said = FAULTS[fault]
+    change, expected = FAULTS[fault]
     wrong = change(good[name])
     if fault == "address" and name.endswith("scale"):
         inputs, output = split(good | {name: wrong})
@@ -118,11 +118,11 @@ def test_a_fault_of_a_tensor_is_named(good, name, fault):
     message, of_logits = refusal(good, **{name: wrong}), name == "routing_logits"
     if of_logits and fault in OF_ANOTHER:
         assert re.match(OF_ANOTHER[fault], message), message
-    elif said == "expected shape":
+    elif expected == "expected shape":
         text = "[T, 16]" if of_logits and wrong.dim() != 2 else str(EXPECTED_SHAPES[name])
         assert message.startswith(f"{name}: expected shape {text}, got {list(wrong.shape)} (")
     else:
-        assert re.match(f"{name}: .*{said}", message), message
+        assert re.match(f"{name}: .*{expected}", message), message
 
 
 @pytest.mark.parametrize("name", TENSORS[:-1])
@@ -200,8 +200,8 @@ def test_sizes_are_python_integers():
     """The compiler knows no others."""
     sizes = (16, 8, 256, 128, 4, 2, 3)
     shape = MoeShape(*map(np.int64, sizes))
-    kept = dataclasses.astuple(shape)[: len(sizes)]
-    assert kept == sizes and {type(size) for size in kept} == {int}
+    values = dataclasses.astuple(shape)[: len(sizes)]
+    assert values == sizes and {type(size) for size in values} == {int}
 
 
 def test_renormalize_takes_no_bias():
@@ -300,7 +300,7 @@ def test_groups_that_are_all_kept_need_no_lanes_of_their_own(experts, groups):
     ("local", "megabytes"), [(1, 233), (2, 466), (4, 930), (8, 1858), (32, 1858)]
 )
 def test_a_workspace_has_the_rows_that_there_can_be(local, megabytes):
-    """Of 14107 tokens: each has at most 8 experts and at most those that are here."""
+    """The workspace of 14107 tokens: a token has at most 8 experts, and at most the local ones."""
     size = workspace_bytes(MoeShape(num_local_experts=local), 1, 14107)
     assert round(size / 1e6) == megabytes
 

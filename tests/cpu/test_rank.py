@@ -20,18 +20,18 @@ from scripts.table.recorded import read
 
 
 def ranked(path: Path, *options: str) -> list[dict]:
-    """What --json says of each ranking of the traces of a file or a run."""
+    """Return the rankings that --json writes for the traces of a file or a run."""
     out = path.with_name("ranking.json")
     call("rank", path, "--json", out, *options)
     return json.loads(out.read_text(), parse_constant=pytest.fail)
 
 
 def rank_of(tmp_path: Path, traces: list[dict], *options: str) -> dict:
-    """Of the one ranking, the rows of its summary by solution, of its results by both."""
-    (found,) = ranked(write_traces(tmp_path / "traces.jsonl", traces), *options)
-    found["summary"] = {row["solution"]: row for row in found["summary"]}
-    found["results"] = {(r["tokens"], r["solution"]): r for r in found["results"]}
-    return found
+    """Return the only ranking, its summary by solution, its results by tokens and solution."""
+    (ranking,) = ranked(write_traces(tmp_path / "traces.jsonl", traces), *options)
+    ranking["summary"] = {row["solution"]: row for row in ranking["summary"]}
+    ranking["results"] = {(r["tokens"], r["solution"]): r for r in ranking["results"]}
+    return ranking
 
 
 def text_of(tmp_path: Path, traces: list[dict], *options: str) -> str:
@@ -246,7 +246,7 @@ IMPOSSIBLE["evaluation"]["performance"] |= {"latency_ms": 0.0, "speedup_factor":
 def test_failed_results_give_no_speed_and_win_nothing(
     tmp_path: Path, failed: dict, status: str
 ) -> None:
-    """Whatever their traces say of it."""
+    """Times in the traces of failed results are ignored."""
     traces = [*of("x", {7: 2.0}), *of("y", {7: 1.0, 80: 5.0}), failed]
     found = rank_of(tmp_path, traces)
     x = found["summary"]["x"]
@@ -313,12 +313,12 @@ REMARKS = {
 
 @pytest.mark.parametrize("name", REMARKS)
 def test_what_stands_side_by_side_and_does_not_compare_is_said(name: str, tmp_path: Path) -> None:
-    traces, said = REMARKS[name]
+    traces, expected = REMARKS[name]
     remarks = rank_of(tmp_path, traces)["remarks"]
-    assert len(remarks) == (said is not None)
+    assert len(remarks) == (expected is not None)
     for style in ("--markdown", "--by=harness"):
         text = text_of(tmp_path, traces, style)
-        assert said is None or said in text and said in remarks[0]
+        assert expected is None or expected in text and expected in remarks[0]
     assert ("1 older results" in text) == (name == "several sources")
 
 
@@ -331,11 +331,11 @@ def test_skipped_solutions_are_named_with_the_reason(tmp_path: Path) -> None:
     run = record(tmp_path / "run", of("x", {7: 1.0}), skipped=reasons)
     (found,) = ranked(run)
     assert list(found["skipped"]) == ["flashinfer_moe", "sglang_moe"]
-    said = call("rank", run)
+    done = call("rank", run)
     for name in found["skipped"]:
-        assert f"{name}: {reasons[name]}" in said.stdout
-    assert "has results now" not in said.stdout
-    assert said.returncode == 0, "what cannot run is no failure"
+        assert f"{name}: {reasons[name]}" in done.stdout
+    assert "has results now" not in done.stdout
+    assert done.returncode == 0, "what cannot run is no failure"
     assert ranked(run, "--solutions", "x")[0]["skipped"] == {}
 
 
@@ -358,9 +358,9 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
         assert (of["harness_spread"], of["device_spread"]) == pytest.approx((0.2, 0.02))
     assert "(replay of a CUDA graph)" in text and "Ordered by the mean speed-up." in text
     found = read(record(tmp_path / "run", CLOCKED)).main
-    said = call("rank", tmp_path / "run", "--markdown").stdout
+    stdout = call("rank", tmp_path / "run", "--markdown").stdout
     for table in tables.ranking_tables(found):
-        assert table.markdown() in said
+        assert table.markdown() in stdout
 
 
 FAST = clocked("x", 7, 1.0, 0.01)
@@ -396,8 +396,8 @@ def test_without_device_times_there_are_no_columns_of_them(tmp_path: Path) -> No
 
 def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_path: Path) -> None:
     other = clocked("cutedsl_moe_fp8_v1", 7, 9.0, 8.0, method="kernel sum")
-    said = "(replay of a CUDA graph; v1: sum of its kernels' times, pauses left out)"
-    assert said in text_of(tmp_path, [*CLOCKED, other])
+    remark = "(replay of a CUDA graph; v1: sum of its kernels' times, pauses left out)"
+    assert remark in text_of(tmp_path, [*CLOCKED, other])
     traces = [*CLOCKED[1:], trace("ours", 7, 1.0)]
     text = text_of(tmp_path, traces)
     assert "(replay of a CUDA graph)" in text
@@ -478,7 +478,7 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--solutions", "absent"], "no results in"),
         (["--against", "c"], "--against c: no trace of that solution"),
@@ -486,9 +486,9 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
         (["--by", "device"], "--by device: no trace has a device time"),
     ],
 )
-def test_what_cannot_be_ranked_is_refused(options: list, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_ranked_is_refused(options: list, message: str, tmp_path: Path) -> None:
     done = call("rank", write_traces(tmp_path / "t.jsonl", NOT_TIMED), *options)
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.mark.parametrize("traces", ["absent", "empty"])

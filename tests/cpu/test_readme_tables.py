@@ -105,8 +105,8 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     small = record(copy.parent / "small", [trace(FLAT, 7, 1.0)])
     passages = [f"<!-- record: {of} -->\n" + BLOCK.format("ladder") for of in (small, copy)]
     other.write_text("".join(passages))
-    said = call("readme_tables", "--check").stdout
-    assert "block latency: not what" in said and said.count("block ladder: not what") == 2
+    stdout = call("readme_tables", "--check").stdout
+    assert "block latency: not what" in stdout and stdout.count("block ladder: not what") == 2
     assert call("readme_tables").stdout == f"{copy / 'latency.png'}\n"
     written = page.read_text()
     assert call("readme_tables", "--check").returncode == 0
@@ -116,17 +116,17 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     page.write_text(written)
     last = json.loads(lines[-1])  # which is in no block here
     (copy / rows.FILE).write_text("".join(lines[:-1]) + json.dumps(last | {"value": 5.0}) + "\n")
-    assert "latency.png of" in (said := call("readme_tables", "--check").stdout)
-    assert "drawn from other data" in said and len(said.splitlines()) == 1
+    assert "latency.png of" in (stdout := call("readme_tables", "--check").stdout)
+    assert "drawn from other data" in stdout and len(stdout.splitlines()) == 1
     (copy / "latency.png").unlink()
-    assert "latency.png of" in (said := call("readme_tables", "--check").stdout)
-    assert "missing" in said
+    assert "latency.png of" in (stdout := call("readme_tables", "--check").stdout)
+    assert "missing" in stdout
     assert page.read_text() == written, "a check writes nothing"
     third = record(copy.parent / "third", [trace(FLAT, 7, 1.0)])
     assert call("readme_tables", "--record", third).returncode == 0
     named = [generated.RECORD.findall(path.read_text()) for path in (page, other)]
-    said = [[Path(path).name for path in found] for found in named]
-    assert said == [["third"], ["small", "third"]], "in place of that of the README alone"
+    names = [[Path(path).name for path in found] for found in named]
+    assert names == [["third"], ["small", "third"]], "in place of that of the README alone"
 
 
 def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
@@ -141,7 +141,7 @@ def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> Non
 
 
 def test_the_hash_in_a_picture_is_of_the_data_alone(copy: Path, recorded: Recorded) -> None:
-    """Not of the place, nor of what lies there besides."""
+    """The hash depends neither on the place nor on other files there."""
     (copy / ".traces.jsonl.lock").touch()
     assert generated.data_hash(copy) == generated.data_hash(recorded.directory)
 
@@ -185,9 +185,9 @@ def test_which_sources_have_changed_is_said(tmp_path: Path, monkeypatch) -> None
     assert "changed" not in made(recorded, "ranking", "sweep")
     recorded = read(record(tmp_path, [*traces, trace("x", 7, 1.0)], measurement("sweep", sweep)))
     now |= {FLAT: "2", "cutedsl_moe_fp8_v1": "1"}
-    said = made(recorded, "ranking", "sweep")
-    assert said.count("Since this run the source of flat has changed.") == 1
-    assert said.count("Since this measurement the source of flat has changed.") == 1
+    text = made(recorded, "ranking", "sweep")
+    assert text.count("Since this run the source of flat has changed.") == 1
+    assert text.count("Since this measurement the source of flat has changed.") == 1
 
 
 def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:

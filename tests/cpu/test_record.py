@@ -74,7 +74,7 @@ FAILS, HANGS, GATE = "fails", "hangs", "gate"
 
 
 @pytest.mark.parametrize(
-    ("chosen", "statuses", "ended", "said"),
+    ("chosen", "statuses", "ended", "message"),
     [
         ({"a": [], "b": []}, [0, 0], EXIT_OK, "to send back: "),
         ({"a": [], "b": [FAILS], "c": []}, [0, 1, 0], EXIT_FAILED, "not passed: b (1); "),
@@ -86,7 +86,7 @@ FAILS, HANGS, GATE = "fails", "hangs", "gate"
     ],
 )  # fmt: skip
 def test_steps_run_in_order_and_only_a_gate_that_has_not_passed_stops_the_next(
-    chosen, statuses, ended, said, directory: Path, limit, capfd, monkeypatch
+    chosen, statuses, ended, message, directory: Path, limit, capfd, monkeypatch
 ) -> None:
     """steps.json and the archive say so."""
     monkeypatch.setattr(record, "PATIENCE_S", 1.0)  # where Ctrl-C is ignored, as behind nohup
@@ -104,7 +104,7 @@ def test_steps_run_in_order_and_only_a_gate_that_has_not_passed_stops_the_next(
         zip(names, statuses, strict=True)
     )
     shown = capfd.readouterr().err
-    assert said in shown and f"to send back: {directory}.tar.gz, nothing else" in shown
+    assert message in shown and f"to send back: {directory}.tar.gz, nothing else" in shown
 
 
 def test_nothing_is_timed_before_the_gpu_tests_have_passed(directory: Path) -> None:
@@ -117,14 +117,14 @@ def test_the_archive_holds_everything(directory: Path) -> None:
     failing = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     record.record([note(directory, "a"), Step("b", python(failing))], directory, 60)
     with tarfile.open(directory.with_name("record-gpu.tar.gz")) as packed:
-        held = set(packed.getnames())
+        files = set(packed.getnames())
         log = packed.extractfile("record-gpu/logs/b.log")
         assert log is not None
         written = log.read().decode()
     assert written.startswith(f"$ {sys.executable}") and "out\n" in written and "err\n" in written
     on_disk = {f"record-gpu/{p.relative_to(directory)}" for p in directory.rglob("*")}
-    assert held == on_disk | {"record-gpu"}
-    assert {"record-gpu/steps.json", "record-gpu/order.txt", "record-gpu/logs/a.log"} <= held
+    assert files == on_disk | {"record-gpu"}
+    assert {"record-gpu/steps.json", "record-gpu/order.txt", "record-gpu/logs/a.log"} <= files
     assert not list(directory.parent.glob(".*"))
 
 
@@ -181,8 +181,8 @@ def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
     (archive,) = tmp_path.glob("record-nvidia-b200-*.tar.gz")
     assert said_last.rstrip().endswith(f"to send back: {archive}, nothing else")
     with tarfile.open(archive) as packed:
-        held = {Path(name).name for name in packed.getnames()}
-    assert {"environment.json", "steps.json", *(f"{name}.log" for name in NAMES)} <= held
+        files = {Path(name).name for name in packed.getnames()}
+    assert {"environment.json", "steps.json", *(f"{name}.log" for name in NAMES)} <= files
 
 
 def test_only_some_steps(tmp_path: Path, monkeypatch) -> None:

@@ -109,7 +109,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
 
 
 def test_the_first_screen_is_the_verdict_and_its_picture(tmp_path: Path) -> None:
-    """What is long folds away."""
+    """Long parts of the page are folded."""
     gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
     gemms = [gemm | {"subject": n, "peer": n == "p", "roofline": 1.0} for n in ("ours", "p")]
     rates = {"copy_bytes_per_s": 1.0, "read_bytes_per_s": 1.0, "fp8_flops_per_s": 1.0}

@@ -142,7 +142,7 @@ def test_a_last_line_cut_short_is_left_out_and_taken_away(
 def test_a_mark_of_byte_order_is_no_part_of_a_line(
     name: str, add: Callable, count: Callable, tmp_path: Path
 ) -> None:
-    """As editors and PowerShell write it at the beginning, and `cat` then in the midst."""
+    """Editors and PowerShell begin a file with the mark; `cat` then puts it in the middle."""
     add(path := tmp_path / name)
     path.write_bytes(2 * (codecs.BOM_UTF8 + path.read_bytes()))
     assert count(path) == 2
@@ -208,10 +208,10 @@ NO_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("lines", "said"), NO_ROWS)
-def test_what_is_no_row_is_refused(lines: list, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lines", "message"), NO_ROWS)
+def test_what_is_no_row_is_refused(lines: list, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / rows.FILE, lines)
-    with pytest.raises(UsageError, match=rf"rows\.jsonl:{said}[^\n]*$"):
+    with pytest.raises(UsageError, match=rf"rows\.jsonl:{message}[^\n]*$"):
         rows.read(path)
 
 
@@ -255,7 +255,7 @@ def test_what_is_no_trace_is_refused(made: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{broken", "is no JSON"),
         ("[]", "the whole"),
@@ -263,10 +263,10 @@ def test_what_is_no_trace_is_refused(made: Any, tmp_path: Path) -> None:
         ('{"environment": {"gpus": 5}}', "environment.gpus"),
     ],
 )
-def test_a_broken_run_json_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_a_broken_run_json_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = write(tmp_path / "traces.jsonl", [changed()])
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UsageError, match=rf"run\.json:? {said}[^\n]*$"):
+    with pytest.raises(UsageError, match=rf"run\.json:? {message}[^\n]*$"):
         read_results([path])
     (tmp_path / "run.json").write_bytes(codecs.BOM_UTF8 + b'{"solutions": {"x": "1"}}')
     assert list(read_results([path]).hash) == ["1"]
@@ -386,11 +386,11 @@ NOT_SAME = [
 ]
 
 
-@pytest.mark.parametrize(("was", "now", "hardware", "said"), NOT_SAME)
-def test_why_figures_of_now_do_not_belong_to_a_result(was, now, hardware, said, tmp_path) -> None:
+@pytest.mark.parametrize(("was", "now", "hardware", "reason"), NOT_SAME)
+def test_why_figures_of_now_do_not_belong_to_a_result(was, now, hardware, reason, tmp_path) -> None:
     path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0, libs={"solution_hash": was})])
     (found,) = read_results([path]).itertuples()
-    assert traces.why_not_same(found, now, hardware) == said
+    assert traces.why_not_same(found, now, hardware) == reason
 
 
 # --- figures join the results that they belong to -------------------------------------------------

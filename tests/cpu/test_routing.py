@@ -85,7 +85,7 @@ def test_ties_go_to_the_lower_expert_and_group():
 
 
 def test_weights_are_summed_as_a_tree():
-    """Of these numbers every other order gives another sum."""
+    """These numbers have another sum in every other order."""
     shape = MoeShape(num_experts=8, num_local_experts=8, n_group=1, topk_group=1, top_k=7)
     torch.manual_seed(0)
     logits = torch.randn(200, 8)
@@ -116,7 +116,7 @@ def test_renormalize_matches_brute_force(seed, top_k, spread):
     for chosen, ours, row in zip(wanted, ids.tolist(), logits.tolist(), strict=True):
         if chosen.margin > 0:
             assert ours == list(chosen.weights)
-        # Of logits that tie, the lower expert's.
+        # The lower expert's if logits tie.
         assert ours == sorted(sorted(range(24), key=lambda e: (-row[e], e))[:top_k])
     softmax = logits.double().softmax(dim=1).gather(1, ids)  # over all, then renormalised
     expected = 1.5 * softmax / softmax.sum(dim=1, keepdim=True)
@@ -183,7 +183,7 @@ def check_grouping(ids: torch.Tensor, offset: int, experts: int) -> None:
     ]
     assert rows.pair_row.tolist() == wanted_pair_row
     assert rows.weights is weights
-    # What a kernel may rely on beyond the values.
+    # Properties that a kernel relies on, beyond the values.
     assert rows.token_of_row.shape == (tokens * top_k,)
     assert ((rows.token_of_row >= 0) & (rows.token_of_row < tokens)).all()
     for tensor in (rows.token_of_row, rows.m_indptr, rows.pair_row):

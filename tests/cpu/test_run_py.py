@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Started(Exception):
-    """In place of the program that this process would become."""
+    """Replaces the program that this process would become."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ class Venv:
     def __init__(self) -> None:
         self.packages: set[str] = set()
         self.outside = False
-        """Whether the interpreter that runs the tests has everything."""
+        """True if the interpreter that runs the tests has every package."""
         self.started: list[str] = []
 
     def has(self, python: str, wanted: list[str]) -> bool:
@@ -148,7 +148,7 @@ INSTALLED = f"pip [bench] {run.TORCH}"
 EVERY = ("bench,report", "bench,test", "bench,report", "bench", "bench,test")
 BENCH = {"pip", "torch", run.PROJECT, *run.requirements("bench")}
 OUTSIDE = {"outside"}
-"""What the interpreter that runs the tests has, in place of .venv."""
+"""The packages are those of the interpreter that runs the tests, not of .venv."""
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_a_start_waits_for_another_until_that_is_gone(tmp_path: Path) -> None:
             time.sleep(0.3)
             end = time.monotonic()
             first.kill()
-            said, since = second.communicate(timeout=60)[0].split()
-            assert said == "alone" and float(since) > end
+            word, since = second.communicate(timeout=60)[0].split()
+            assert word == "alone" and float(since) > end
 
 
 @pytest.mark.all
@@ -239,14 +239,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_cannot_be_used_is_one_line_after_its_own_and_stays(name: str, bare, capfd) -> None:
-    fault, said = FAULTS[name]
+    fault, message = FAULTS[name]
     fault()
     somebodys = run.VENV if run.VENV.is_file() else run.VENV / "notes.txt"
     somebodys.parent.mkdir(exist_ok=True)
     somebodys.write_text("TOKEN=1\n")
     assert run.main(["rank"]) == 2
     line = capfd.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: ") and said in line
+    assert line.startswith("error: ") and message in line
     assert somebodys.read_text() == "TOKEN=1\n"
 
 
@@ -263,15 +263,15 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     with pytest.raises(Started) if supported else contextlib.nullcontext():
         assert run.main(["rank"]) == 2
     assert venv.started == []
-    said = f"Python 3.{version[1]} cannot run this"
-    assert (said in capsys.readouterr().err) == (not supported)
+    message = f"Python 3.{version[1]} cannot run this"
+    assert (message in capsys.readouterr().err) == (not supported)
     make(python_of_venv())
     venv.packages |= BENCH
     assert run.set_up("bench") == (sys.executable if supported else str(python_of_venv()))
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "said"),
+    ("command", "option", "message"),
     [
         ("pack", "-h", "--list"),
         ("measure", "--help", "--eager"),
@@ -281,7 +281,7 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     ],
 )
 def test_help_installs_nothing(
-    command: str, option: str, said: str, bare, monkeypatch, capfd, tmp_path: Path
+    command: str, option: str, message: str, bare, monkeypatch, capfd, tmp_path: Path
 ) -> None:
     """On an interpreter without packages a program lists its options if it needs none for that."""
     make(tmp_path / "bin" / "python", f'exec {sys.executable} -S "$@"')
@@ -289,7 +289,7 @@ def test_help_installs_nothing(
     monkeypatch.setattr(run, "install", lambda extra: pytest.fail("must not install"))
     assert run.main([command, option]) == 0
     shown = capfd.readouterr()
-    assert said in shown.out and shown.err == ""
+    assert message in shown.out and shown.err == ""
     if command in run.programs():
         assert run.docstring(run.programs()[command]).splitlines()[0] in shown.out
 
@@ -305,7 +305,7 @@ def test_a_program_is_started_with_ctrl_c_kept_for_it(monkeypatch) -> None:
 
 @pytest.fixture
 def status_of(monkeypatch) -> mock.Mock:
-    """In place of what `run.py test` starts."""
+    """Replaces the commands that `run.py test` starts."""
     stand_in = mock.Mock(return_value=0)
     monkeypatch.setattr(run, "set_up", lambda extras: f"python {extras}")
     monkeypatch.setattr(run, "status_of", stand_in)
@@ -341,8 +341,8 @@ def test_a_failed_phase_fails_the_test_command(
     failed = {p: s for p, s in statuses.items() if (p, s) != ("GPU tests", 5)}
     assert run.main(["test", *arguments]) == bool(failed)
     shown = capsys.readouterr()
-    said = ", ".join(f"{phase} (exit status {status})" for phase, status in failed.items())
-    assert shown.err == (f"failed: {said}\n" if failed else "")
+    summary = ", ".join(f"{phase} (exit status {status})" for phase, status in failed.items())
+    assert shown.err == (f"failed: {summary}\n" if failed else "")
     assert re.findall("^=== (.*[a-z])$", shown.out, re.MULTILINE) == list(PHASES)
     commands = [" ".join(command) for (command,), _ in status_of.call_args_list]
     for command, expected in zip(commands, PHASES.values(), strict=True):
@@ -442,13 +442,13 @@ def test_commands(monkeypatch, capsys) -> None:
     assert "python3 run.py bench" in capsys.readouterr().out
     for arguments in ([], [""], ["no-such-script"], ["options"], ["traces"], ["__init__"]):
         assert run.main(arguments) == 2
-        said = "".join(capsys.readouterr())
-        assert f"no command '{arguments[0]}'" in said if arguments else "run.py bench" in said
-        assert re.findall(r"^    (\w+) +\S.*\.$", said, re.MULTILINE) == list(run.programs())
+        output = "".join(capsys.readouterr())
+        assert f"no command '{arguments[0]}'" in output if arguments else "run.py bench" in output
+        assert re.findall(r"^    (\w+) +\S.*\.$", output, re.MULTILINE) == list(run.programs())
     assert {"rank", "bench", "pack", "data"} <= set(run.programs())
-    for given, said in (("--venv", "--venv"), ("", "''")):
+    for given, argument in (("--venv", "--venv"), ("", "''")):
         assert run.main(["setup", given]) == 2
-        assert capsys.readouterr().err == f"error: setup takes no {said}\n"
+        assert capsys.readouterr().err == f"error: setup takes no {argument}\n"
     reading, writing = os.pipe()
     os.close(reading)  # as `head` does
     made = subprocess.run([sys.executable, run.__file__, "--help"], stdout=writing, stderr=-1)

@@ -1,4 +1,4 @@
-"""What is read from machine code, of a few instructions each."""
+"""The reader of machine code, on a few instructions each."""
 
 from sass import NO_SCOREBOARD, early_arrivals, local_in_loops, round_trips, serialised_mma
 
@@ -10,8 +10,8 @@ FIRST, NEXT, LAST = (
 
 
 def listing(*lines: str | tuple) -> str:
-    """As nvdisasm prints them; an instruction alone, or with the scoreboards that it signals (one
-    or none) and waits for. What ends with a colon is a label."""
+    """Write instructions like nvdisasm. A line is an instruction alone, or with the scoreboard that
+    it signals (or None) and those that it waits for, or a label, which ends with a colon."""
     text, address = [], 0
     for line in lines:
         instruction, signals, *waits = line if isinstance(line, tuple) else (line, None)
@@ -59,8 +59,8 @@ def test_a_load_is_under_way_on_any_path() -> None:
 
 
 def test_scales_of_a_group_of_wgmma_that_still_runs() -> None:
-    """What belongs to its stage may be under way while an earlier one's is given back; nothing may
-    after a wait for all of them, nor what was loaded since."""
+    """Loads of the running group's stage may be under way while an earlier stage is released. After
+    a wait for all groups no load may be, nor one that was issued since."""
     block = ("LDS R2, [R3]", 1), FIRST, LAST
     one_runs, none_runs = (f"WARPGROUP.DEPBAR.LE gsb0, 0x{n}" for n in (1, 0))
     assert early(*block, one_runs, ARRIVE) == []

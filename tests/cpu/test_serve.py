@@ -55,7 +55,7 @@ def stand_in():
 
 @pytest.fixture(scope="module")
 def served_rows(tmp_path_factory, stand_in) -> tuple[list[dict[str, Any]], str]:
-    """What is written and what is shown of three backends, two of them at once."""
+    """Return the rows and the output of a run of three backends, two of them at once."""
     file = tmp_path_factory.mktemp("serve") / FILE
     options = ("--model", "qwen3-30b-a3b", "--layers", "2", "--compare", "engine,ours,accurate")
     made = call("serve", *options, *QUICK, "--together", "2", "--out", file)
@@ -134,10 +134,10 @@ def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp
 
 
 @pytest.mark.parametrize(
-    ("ended", "status", "said"),
+    ("ended", "status", "last_line"),
     [(Failure("no memory"), 1, "error: no memory"), (KeyboardInterrupt(), 130, "interrupted")],
 )
-def test_the_tables_have_what_there_is(ended, status, said, stand_in, monkeypatch):
+def test_the_tables_have_what_there_is(ended, status, last_line, stand_in, monkeypatch):
     def measure(group, *_):
         if group[0].backend == "ours":
             raise ended
@@ -147,7 +147,7 @@ def test_the_tables_have_what_there_is(ended, status, said, stand_in, monkeypatc
     monkeypatch.setattr(turns, "first_starts", lambda *_: [start])
     monkeypatch.setattr(turns, "measure", measure)
     made = call("serve", "--model", "qwen3-30b-a3b", *QUICK)
-    assert made.returncode == status and made.stderr.endswith(f"{said}\n")
+    assert made.returncode == status and made.stderr.endswith(f"{last_line}\n")
     assert "decode 1" in made.stdout and "2.50" in made.stdout and "9.5 s" in made.stdout
 
 
@@ -168,7 +168,7 @@ def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch
 
 
 def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
-    """As one that the kernel ends for its memory."""
+    """The kernel ends such a process for its memory."""
     backend = object.__new__(Backend)
     backend.setup = Setup("vllm", "ours", models.find("qwen3-30b-a3b", 2, True))
     backend.log = tmp_path / "log"
@@ -256,10 +256,10 @@ def test_all_backends_of_an_engine_get_the_same_options(engine, expected, asked,
     monkeypatch.setitem(sys.modules, engine, module)
     monkeypatch.setattr(engines, "use_tuned_files", lambda folder: None)
     model = models.find("qwen3-30b-a3b", 2, True)
-    how = Setup(engine, "engine", model, True, 4096, (1, 8), 2, True, 0.45)
+    setup = Setup(engine, "engine", model, True, 4096, (1, 8), 2, True, 0.45)
     made = {}
     for backend in ("engine", *OWN, "triton", *["tuned"] * (engine == "vllm")):
-        started = start(replace(how, backend=backend))
+        started = start(replace(setup, backend=backend))
         made[backend] = started.llm if engine == "vllm" else started.engine
     assert made["engine"].items() >= expected.items()
     assert made.pop("triton") == made["engine"] | asked
@@ -346,7 +346,7 @@ def test_setups_follow_the_options(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("engine", "how", "head"),
+    ("engine", "options", "head"),
     [
         ("vllm", {"tensor_parallel": 2}, {"gpus": 2, "dense": "DeepGEMM"}),
         ("vllm", {"tensor_parallel": 2, "expert_parallel": True}, {"gpus": 2, "parallel": "expert",
@@ -355,9 +355,9 @@ def test_setups_follow_the_options(monkeypatch):
         ("sglang", {}, {}),
     ],
 )  # fmt: skip
-def test_a_row_says_how_the_model_was_served(engine, how, head, monkeypatch):
+def test_a_row_says_how_the_model_was_served(engine, options, head, monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    setup = Setup(engine, "ours", models.find("qwen3-30b-a3b", 2, True), **how)
+    setup = Setup(engine, "ours", models.find("qwen3-30b-a3b", 2, True), **options)
     backend = SimpleNamespace(setup=setup, version="1")
     usual = {"gpus": 1, "parallel": "tensor", "batch_invariant": None, "dense": None}
     made = turns.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
@@ -401,7 +401,7 @@ def test_models_that_cannot_be_served(name, layers, random, message):
     ],
 )
 def test_a_configuration_that_says_too_little(content, message, tmp_path):
-    """As one that has the sizes of text and of pictures apart."""
+    """A configuration with separate sizes for text and pictures is one of these."""
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=f"config.json: {message}"):
         models.find(str(tmp_path), None, False)
@@ -449,24 +449,24 @@ KINDS = "plain", "offset", "map", "no ids", "up first", "fp8", "clamped", "ue8m0
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layer_in_float32(kind):
-    arguments, how = experts_of()
+    arguments, options = experts_of()
     if kind == "offset":
-        how["local_expert_offset"] = 2
+        options["local_expert_offset"] = 2
     elif kind in ("map", "no ids"):
-        how["expert_map"] = torch.tensor([3, -1, 0, -1, 1, 2], dtype=torch.int32)
+        options["expert_map"] = torch.tensor([3, -1, 0, -1, 1, 2], dtype=torch.int32)
         for at, none in enumerate((-1, 6) if kind == "no ids" else ()):  # as engines pad
             arguments[0][at:5, at], arguments[1][at:5, at] = none, math.nan
     elif kind == "up first":
-        how["gate_first"] = False
+        options["gate_first"] = False
     elif kind == "fp8":
-        q, how["x_scale"] = quantise_rows(arguments[2])
+        q, options["x_scale"] = quantise_rows(arguments[2])
         arguments = (*arguments[:2], q, *arguments[3:])
     elif kind == "clamped":
-        how |= {"swiglu_limit": 12.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+        options |= {"swiglu_limit": 12.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
     elif kind == "ue8m0":
-        how["ue8m0"] = True
-    found = experts(*arguments, **how, accurate=True)
-    assert calc_diff(found, in_float32(*arguments, **how)) < 1e-5
+        options["ue8m0"] = True
+    found = experts(*arguments, **options, accurate=True)
+    assert calc_diff(found, in_float32(*arguments, **options)) < 1e-5
 
 
 def test_one_call_of_a_layer_is_checked():
@@ -548,7 +548,7 @@ def test_of_the_layers_the_worst_is_named():
 
 
 def test_a_step_takes_what_a_further_token_takes(monkeypatch):
-    """Of an engine that takes 5 s for the prompts and 2 s for every token after the first."""
+    """The engine takes 5 s for the prompts and 2 s for every token after the first."""
 
     def generate(given, tokens):
         generated.append(tokens)
@@ -587,7 +587,7 @@ def test_every_repeat_has_prompts_of_its_own_and_every_backend_the_same(what: st
 
 
 class Clock:
-    """Of a GPU that does one thing after the other; `_sleep` and graphs move it, events read it."""
+    """The clock of a GPU that runs all in order; `_sleep` and graphs move it, events read it."""
 
     now = 0.0
 
@@ -608,16 +608,16 @@ class Clock:
 def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
     graphs_of_a_step, expected, monkeypatch
 ):
-    """Of a prefill that has a graph of its own, and steps of one graph, two, or none."""
+    """The prefill has a graph of its own; a step has one graph, two, or none."""
 
     @dataclass(eq=False)
     class Graph:
-        taken: float
+        duration: float
 
         def replay(self) -> None:
             clock.now += self.taken
 
-    clock, steps = Clock(), [Graph(taken) for taken in graphs_of_a_step]
+    clock, steps = Clock(), [Graph(duration) for duration in graphs_of_a_step]
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
@@ -676,7 +676,7 @@ def test_prompts_are_drawn_once_and_for_all():
 
 
 def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
-    """As an entry point, in any of its processes."""
+    """The engine finds it as an entry point, in any of its processes."""
     inside.publish(tmp_path, "sglang")
     monkeypatch.syspath_prepend(tmp_path)
     found = importlib.metadata.entry_points(group="sglang.srt.plugins")
@@ -693,9 +693,9 @@ def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_pat
     for _ in range(2):  # as an engine may register a plugin
         inside.register_vllm()
     calls = [experts_of() for _ in range(4)]  # of weights of their own
-    for rank, (arguments, how) in zip((1, 1, 2, 2), calls, strict=True):
+    for rank, (arguments, options) in zip((1, 1, 2, 2), calls, strict=True):
         monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
-        api.experts(*arguments, **how)
+        api.experts(*arguments, **options)
     assert [len(of_rank) for of_rank in inside.layers_of(tmp_path)] == [2, 2]
 
 
@@ -709,9 +709,9 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
             its.setattr(compiling, "fakes", fakes)
             compiling.compiled(*fused.describe_fused(*left[0]))
 
-    fakes, kept = compiling.fakes, KernelCache(tmp_path / "kernels")
+    fakes, cache = compiling.fakes, KernelCache(tmp_path / "kernels")
     monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
-    monkeypatch.setenv(CACHE_VARIABLE, str(kept.directory) if cached else "")
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache.directory) if cached else "")
     monkeypatch.setattr(compiling.cute, "compile", lambda kernel, *arguments, **options: kernel)
     monkeypatch.setattr(compiling, "_export", lambda function, path: path.write_text("kernel"))
     monkeypatch.setattr(compiling, "_load", lambda path: path.read_text())
@@ -725,7 +725,7 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
     geometries = [(SMALL, *pair, multiprocessors, "sm_90a", form) for multiprocessors in (1, 2, 3)]
     for step, count in enumerate(counts):
         if step == 2:
-            kept.trim(0)
+            cache.trim(0)
         fused.compile_fused.functions.clear()
         prepare.compile_all(geometries)
         assert inside.compilations(tmp_path) == count

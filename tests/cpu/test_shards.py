@@ -14,7 +14,7 @@ LOCAL, HIDDEN = 4, 256
 
 
 def shard_of(whole: Weights, rank: int, ranks: int) -> tuple[tuple[torch.Tensor, ...], int]:
-    """What a rank loads of gate, up and down and of their scales, and its first column."""
+    """Return the part of the weights and scales that a rank loads, and its first column."""
     width = whole.w2.shape[2] // ranks
     first = rank * width
     columns = slice(first, first + width)

@@ -1,4 +1,4 @@
-"""Whether the sources of what was measured are those of now."""
+"""The comparison of measured sources with the present ones."""
 
 import pytest
 from flashinfer_bench.data import Solution
@@ -34,16 +34,16 @@ def now(monkeypatch) -> None:
         ({"cutedsl_moe_fp8_v0": "0", V1: "1", "theirs": "0"}, "source of v0 has", ""),
         ({V1: "", V2: "0", "triton_moe": "3"}, "source of v2 has", "v1"),
         ({V1: "10", "x": ""}, "source of v1 has", ""),  # measured twice
-        # Of a solution of several definitions the name is said once.
+        # A solution of several definitions is named once.
         ({V1: "1", GLM5: "3", EP8: "3", EP4: "3"}, "source of triton_moe has", ""),
     ],
 )
 def test_changed_sources_in_a_sentence(now, measured, changed: str, unknown: str) -> None:
-    """Of hashes of one digit each."""
-    said = [f"Since this run the {changed} changed."] if changed else []
-    said += [f"It is not known which sources of {unknown} were measured."] if unknown else []
+    """The hashes have one digit each."""
+    expected = [f"Since this run the {changed} changed."] if changed else []
+    expected += [f"It is not known which sources of {unknown} were measured."] if unknown else []
     hashes = {name: set(was) or {""} for name, was in measured.items()}
-    assert sources.remark(hashes) == " ".join(said)
+    assert sources.remark(hashes) == " ".join(expected)
 
 
 def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
@@ -58,11 +58,11 @@ def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
 
 def test_a_measurements_sources_are_those_that_its_rows_name(now) -> None:
     changed = "Since this measurement the source of v1 has changed."
-    for was, said in (("1", ""), ("0", changed), (None, "")):
+    for was, remark in (("1", ""), ("0", changed), (None, "")):
         into = Writer("stages", "a GPU", "m")
         into.add({"tokens": 1}, "a config", solution=V1, hash=was)
         into.add({"tokens": 1}, "triton_moe", hash="3" if was else None)
-        assert sources.changed_since(into.result, "stages") == said
+        assert sources.changed_since(into.result, "stages") == remark
 
 
 def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:

@@ -120,7 +120,7 @@ SPOILED: list[tuple[dict, str]] = [
 
 
 def changed(content: Any, changes: dict) -> Any:
-    """With these values in place of its own, at any depth."""
+    """Return the content with these values in place of its own, at any depth."""
     return content | {
         k: changed(content.get(k) or {}, v) if isinstance(v, dict) else v
         for k, v in changes.items()
@@ -139,14 +139,14 @@ def test_a_workload_that_is_not_backed_is_refused_by_name(export, flat, changes,
     assert done.returncode == 1 and re.search(wanted, done.stderr)
     assert len(export(made, form="apply")[1]) == 18, "those that are backed are enough"
     none, _ = export([changed(trace, changes) for trace in traces_of(flat)], form="apply")
-    said = "19 of 19|none of any GPU|there are some of NVIDIA H100"
-    assert none.returncode == 1 and re.search(said, none.stderr)
+    message = "19 of 19|none of any GPU|there are some of NVIDIA H100"
+    assert none.returncode == 1 and re.search(message, none.stderr)
 
 
 def test_a_gpu_is_meant_by_its_words_or_by_its_whole_name(export, flat) -> None:
     made = [*traces_of(flat), *traces_of(flat, hardware="NVIDIA H200 NVL")]
     several = "--gpu H200 means NVIDIA H200 and NVIDIA H200 NVL: give the whole name\n"
-    for gpu, status, said in (
+    for gpu, status, message in (
         ("NVIDIA h200", 0, "passed on NVIDIA H200 (rtol 0.2)\n"),
         ("h200 nvl", 0, "passed on NVIDIA H200 NVL (rtol 0.2)\n"),
         ("H200", 2, several),
@@ -154,7 +154,7 @@ def test_a_gpu_is_meant_by_its_words_or_by_its_whole_name(export, flat) -> None:
     ):
         none = f"no traces on a GPU named {gpu}; there are some of NVIDIA H200, NVIDIA H200 NVL\n"
         done, _ = export(made, gpu=gpu)
-        assert done.returncode == status and done.stderr.endswith(said or none)
+        assert done.returncode == status and done.stderr.endswith(message or none)
 
 
 def test_other_sources_count_where_they_are_asked_for_but_not_two_at_once(export, flat) -> None:
@@ -199,15 +199,15 @@ def test_for_another_data_set_its_own_tensors_must_have_been_measured(
     for folder in ("definitions", "workloads"):
         shutil.copytree(ROOT / folder, other / folder)
     refused = "measured on this repository's synthetic tensors, not on those of the data set"
-    for dataset, local, status, said in (
+    for dataset, local, status, message in (
         (".", ROOT, 0, "synthetic routing"),
         (".", other, 1, refused),
         (str(other), other, 0, ""),
     ):
         files.write(tmp_path / "run" / "run.json", json.dumps({"dataset": dataset}))
         done, _ = export(traces_of(flat), "--local", local)
-        assert done.returncode == status and said in done.stderr
-        assert ("synthetic" in done.stderr) == bool(said)
+        assert done.returncode == status and message in done.stderr
+        assert ("synthetic" in done.stderr) == bool(message)
 
 
 # --- a tree that is whole or not there ------------------------------------------------------------
@@ -247,8 +247,8 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
     wanted = {k: v for k, v in vars(expected).items() if v is not None}  # by default, in its main
     made = given("--contest")
     assert vars(made).items() >= wanted.items() and made != given()
-    said = "--rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300".split()
-    assert made == given(*said)
+    options = "--rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300".split()
+    assert made == given(*options)
     assert given("--timeout", "9", "--contest").timeout_seconds == 9
 
 

@@ -25,7 +25,7 @@ OPTIONS = [
 
 
 def activation(swiglu_limit=math.inf, swiglu_alpha=1.0, swiglu_beta=0.0):
-    """Of gate and up, as the engines' sources say it (docs/engines.md)."""
+    """Return the activation of gate and up as the engines' sources define it (docs/engines.md)."""
 
     def activated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
@@ -78,7 +78,7 @@ def test_the_layers_of_one_operation_after_the_other_take_it_too(problem):
 
 
 def test_a_zero_keeps_its_sign():
-    """As in the kernels, which add nothing where beta is 0."""
+    """The kernels keep the sign, because they add nothing if beta is 0."""
     g = torch.tensor([[-0.0] * WIDTH + [1.0] * WIDTH])  # up, gate
     q = torch.empty(1, WIDTH, dtype=torch.float8_e4m3fn)
     reference.swiglu_quant(g, q, torch.empty(1, 1), torch.tensor([1], dtype=torch.int32))

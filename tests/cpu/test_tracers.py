@@ -1,4 +1,4 @@
-"""What looks at calls of the layer sees one operator; what wants derivatives is refused."""
+"""Tracers see a call of the layer as one operator; requests for derivatives are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -119,10 +119,10 @@ def test_a_later_call_computes_the_same_on_a_shorter_way(layer, short_ways, requ
 
 
 @LAYERS
-@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
+@pytest.mark.parametrize("mode", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
                                  {"pre_dispatch": True}], ids=str)  # fmt: skip
-def test_make_fx_records_one_node_that_computes(layer, how):
-    traced = make_fx(layer, **how)(tensors())
+def test_make_fx_records_one_node_that_computes(layer, mode):
+    traced = make_fx(layer, **mode)(tensors())
     assert calls_of(traced.graph) == ["aten.empty_like.default", operator(layer)]
     assert torch.equal(traced(tensors(1)), layer(tensors(1)))
 
@@ -250,7 +250,7 @@ def test_an_output_that_wants_a_derivative_is_refused(layer):
 
 
 def test_autograd_sees_that_the_output_was_written():
-    """Which a kernel does by address."""
+    """A kernel writes by address."""
 
     call = lambda inputs, out: None  # noqa: E731  # a layer
     out = torch.zeros(4)

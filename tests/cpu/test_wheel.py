@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "solutions" / "moe_fp8"
 pytestmark = pytest.mark.xdist_group("wheel")  # it is built once
 ABSENT = ".*", "*.egg-info", "__pycache__", "blob", "build", "reports", "results", "traces"
-"""What a fresh clone does not have, or no build reads."""
+"""Files that a fresh clone does not have, or that no build reads."""
 SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
 
 CALLS = """

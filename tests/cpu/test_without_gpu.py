@@ -1,4 +1,4 @@
-"""What bench says on a machine without a GPU: no time of the CPU, and a record's of real GPUs."""
+"""The output of bench on a machine without a GPU: a record's times, and none of the CPU."""
 
 import dataclasses
 import json
@@ -49,12 +49,12 @@ def test_outputs_are_judged_and_no_time_is_given(on_cpu) -> None:
 
 def test_the_recorded_ranking_stands_beside_it(on_cpu) -> None:
     (recorded,) = [r for r in recorded_runs() if r.directory == RECORD]
-    said = rank_text.without_gpu([on_cpu], recorded_runs())
-    assert f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads" in said
-    assert "harness ms: flashinfer-bench" in said
+    text = rank_text.without_gpu([on_cpu], recorded_runs())
+    assert f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads" in text
+    assert "harness ms: flashinfer-bench" in text
     first = recorded.main.summary.iloc[0]
-    assert said.count("\nRecorded on ") == len(recorded_runs())
-    own = said.split(f"Recorded on {recorded.main.hardware}, ")[1].split("\nRecorded on ")[0]
+    assert text.count("\nRecorded on ") == len(recorded_runs())
+    own = text.split(f"Recorded on {recorded.main.hardware}, ")[1].split("\nRecorded on ")[0]
     (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
     kind = "peer" if first.peer else "ours"
     assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
@@ -73,11 +73,11 @@ def test_whether_the_sources_have_changed_since_is_said(monkeypatch) -> None:
 
 def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
     with_times, without = clocked("x", 7, 1.0, 0.5), trace("x", 7, 1.0)
-    said = rank_text.recorded_ranking(read(record(tmp_path, [with_times])))
-    assert "on the GPU alone (replay of a CUDA graph)" in said
-    assert "0.500" in said and "not recorded" not in said
-    said = rank_text.recorded_ranking(read(record(tmp_path, [without])))
-    assert "The time on the GPU alone is not recorded." in said and "0.500" not in said
+    text = rank_text.recorded_ranking(read(record(tmp_path, [with_times])))
+    assert "on the GPU alone (replay of a CUDA graph)" in text
+    assert "0.500" in text and "not recorded" not in text
+    text = rank_text.recorded_ranking(read(record(tmp_path, [without])))
+    assert "The time on the GPU alone is not recorded." in text and "0.500" not in text
 
 
 def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path, monkeypatch) -> None:
@@ -114,9 +114,9 @@ def test_what_was_emulated_passes_and_has_no_time(tmp_path: Path) -> None:
     gpu, ours = both
     assert (gpu.emulated, ours.emulated) == ("", "sm_90a")
     assert list(ours.summary.passed) == [2, 1] and ours.results.harness.isna().all()
-    said = rank_text.print_rankings(both)
-    assert "The kernels were run by the emulator: there is no time." in said
-    part = said.split("CPU (GPU A)")[1]
+    text = rank_text.print_rankings(both)
+    assert "The kernels were run by the emulator: there is no time." in text
+    part = text.split("CPU (GPU A)")[1]
     assert " ms" not in part and "wins" not in part
     assert "outputs of the kernels for sm_90a, emulated" in part
     made = {of["emulated"]: of for of in json.loads(rank_text.print_rankings(both, "json"))}

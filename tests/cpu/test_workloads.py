@@ -127,7 +127,7 @@ def test_counts_are_close_to_the_captured_ones(spec) -> None:
 
 @by_draw
 def test_no_choice_hangs_on_a_small_margin(spec) -> None:
-    """In float32 and in torch: another implementation than the generator's own."""
+    """Recompute in torch and float32, unlike the generator."""
     made, definition = draw(spec), spec.definition
     scores = torch.from_numpy(made.logits)
     if "ds_routing" in definition.name:
@@ -177,7 +177,9 @@ def test_inputs_of_a_workload(definition, tmp_path) -> None:
         assert hashlib.sha256(content).hexdigest() == spec.sha256
         loaded = load_safetensors(loaded_definition, trace.workload, tmp_path)
         assert list(inputs) == list(loaded_definition.inputs)
-        pinned = {name: said.value for name, said in inputs.items() if said.type == "scalar"}
+        pinned = {
+            name: declared.value for name, declared in inputs.items() if declared.type == "scalar"
+        }
         if isinstance(definition, MoeDefinition):
             assert set(loaded) == {name for name in inputs if name.startswith("routing")}
             assert np.array_equal(loaded["routing_logits"].float().numpy(), draw(spec).logits)
@@ -239,7 +241,7 @@ def test_the_program(tmp_path: Path) -> None:
     (made,) = (tmp_path / "new").rglob("*.safetensors")
     assert made == tmp_path / "new" / workload_specs.blob_path(SMALLEST)
     (tmp_path / "file").write_text("")
-    for arguments, said in (
+    for arguments, message in (
         ([*root, "--workloads", "nope"], "no workload matches nope"),
         (["--definition", "nope"], "no definition 'nope'"),
         (["--specs"], "captured workloads"),
@@ -247,7 +249,7 @@ def test_the_program(tmp_path: Path) -> None:
         (["--root", tmp_path / "file", "--max-tokens", "1"], "file"),
     ):
         done = call("data", *arguments)
-        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     done = call("data", *root, "--specs", "--definition", "gemm1_masked")
     assert done.returncode == 0
     for line in done.stdout.splitlines():

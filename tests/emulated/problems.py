@@ -24,7 +24,7 @@ def use_target(monkeypatch, target: str) -> None:
 
 
 class Gemm(NamedTuple):
-    """One grouped GEMM and what it must give."""
+    """A grouped GEMM and its expected output."""
 
     a: torch.Tensor
     a_scale: torch.Tensor
@@ -110,10 +110,10 @@ def fused_output(
     fill: float = torch.nan,
     poison: bool = True,
 ) -> torch.Tensor:
-    """What the fused layer writes over `fill`.
+    """Return the output that the fused layer writes over `fill`.
 
-    A second GEMM on demand has boxes with rows of experts that are still written, of no use to it:
-    without `poison` they are hazards.
+    The TMA boxes of a GEMM2 on demand include rows of other experts, which may still be written
+    and which it does not use: without `poison` they are hazards.
     """
     out = torch.full(inputs[2].shape, fill, dtype=torch.bfloat16)
     options.poison_races = poison and configs[1].dynamic

@@ -1,5 +1,5 @@
-"""Two calls with nothing between them, of every layer: the second one begins while the first one
-ends, on the same workspace, as a caching allocator has it."""
+"""Two calls back to back, of every layer. The second call begins while the first one ends, and a
+caching allocator gives it the same workspace."""
 
 import copy
 from collections.abc import Callable

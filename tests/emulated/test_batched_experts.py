@@ -24,7 +24,7 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHAPE = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")
 CLAMPED = dataclasses.replace(SHAPE, swiglu=Swiglu(3.1, 1.702, 1.0))
 COUNTS = [3, 0, 45, 1, 8]
-"""Of expert 2, all its places."""
+"""Tokens of each expert; expert 2 fills all its places."""
 ROWS = 45
 UNTOUCHED = 7.0
 
@@ -32,7 +32,7 @@ UNTOUCHED = 7.0
 def inputs_of(
     tokens: torch.dtype = FP8, rows: int = ROWS, counts=COUNTS, shape: MoeShape = SHAPE
 ) -> BatchedInputs:
-    """With NaN in the places beyond the counts."""
+    """Return inputs with NaN in the places beyond the counts."""
     torch.manual_seed(rows)
     e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     x, x_scale = torch.randn(e, rows, h).bfloat16(), None
@@ -119,7 +119,7 @@ def test_as_the_model(kernel, tokens, mode, emulator):
 )
 @pytest.mark.parametrize("kernel", [SOME[0], *more(*((k,) for k in SOME[1:]))], ids=str)
 def test_any_number_of_rows(kernel, rows, counts, emulator):
-    """Not only multiples of what TMA's strides are, and counts of a part of a tile."""
+    """Rows that TMA's strides do not divide, and counts of a part of a tile."""
     for tokens in (FP8, BF16):
         inputs = inputs_of(tokens, rows, counts)
         got = output_of(inputs, kernel)
@@ -129,7 +129,7 @@ def test_any_number_of_rows(kernel, rows, counts, emulator):
 
 @pytest.mark.parametrize("kernel", [EARLY], ids=str)
 def test_counts_beyond_the_places(kernel, emulator):
-    """No memory of others is read or written."""
+    """No memory around the arguments is read or written."""
     inputs = inputs_of(FP8, counts=[ROWS, 0, ROWS, 0, ROWS])
     wanted = output_of(inputs, kernel)
     given = [2**31 - 1, -(2**31), ROWS + 1, -1, 2**30]
@@ -175,7 +175,8 @@ def test_scales_of_powers_of_two_and_of_weights_that_are_exponents(kernel, emula
 
 @pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
 def test_the_bits_of_the_fused_layer(kernel, emulator):
-    """Of the same tokens, one expert each, with a weight of 1: the routing numbers them alike."""
+    """The fused layer gets the same tokens with one expert each and a weight of 1, so its rows have
+    the same order."""
     inputs = inputs_of(BF16)
     there = torch.arange(ROWS) < inputs.num_tokens.unsqueeze(1)
     ids = torch.arange(5).unsqueeze(1).expand(5, ROWS)[there].unsqueeze(1).int()
@@ -237,7 +238,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kernel", [EARLY], ids=str)
 def test_a_fault_shows(fault, kernel, emulator):
-    """As an error, a hazard or another result in some schedule."""
+    """A fault is an error, a hazard or another result in some schedule."""
     inputs = inputs_of(FP8, counts=[3, 0, ROWS, 1, 8])
     scale = inputs.x_scale.transpose(1, 2).contiguous().transpose(1, 2)
     beyond = torch.tensor([3, -100, 2**30, 1, 8], dtype=torch.int32)

@@ -18,7 +18,7 @@ E8M0 = torch.float8_e8m0fnu
     [("sm_90a", "8 swapped"), *more(("sm_90a", "128"), ("sm_100a", "16 swapped in pairs"))],
 )
 def test_the_bits_are_those_of_float32(target, name, emulator, monkeypatch):
-    """With the least exponent, which is subnormal, and with the byte that is a NaN."""
+    """The scales include the least exponent, which is subnormal, and the byte that is a NaN."""
     use_target(monkeypatch, target)
     inputs = inputs_of(9, 4)
     given = {}

@@ -1,4 +1,4 @@
-"""What the GPU tests do with every config, with a few of them."""
+"""The GPU tests' check of every config, on a few configs."""
 
 import itertools
 
@@ -24,7 +24,7 @@ SMALL = Sizes(
 
 @pytest.mark.parametrize("target", sorted({a.target for a in ARCHITECTURES.values()}))
 def test_every_config_that_ships_is_run(target: str) -> None:
-    """Each once by what it says of itself."""
+    """Every config ships once, by its text."""
     ships = shipped(target)
     assert len(set(map(str, ships))) == len(ships)
     for tokens, terms in itertools.product((1, 7, 80, 901, 14107), (1, 2)):

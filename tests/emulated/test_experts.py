@@ -66,7 +66,7 @@ def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Ten
 )
 @pytest.mark.parametrize("tokens", [20, 133])
 def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, mode, emulator):
-    """With ids of other ranks, ids that are none, and experts that a token is given twice."""
+    """The ids include those of other ranks, invalid ones, and an expert that a token has twice."""
     shape = SHAPES[name]
     torch.manual_seed(tokens)
     experts, local = shape.num_experts, shape.num_local_experts
@@ -79,7 +79,7 @@ def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, 
     ids[4, 0] = experts + 5
     if dtype == torch.int64:
         ids[3, 0] = 2**32 + 7  # not expert 7
-    # What follows the map would be an expert, and is none of its own.
+    # The int32 behind the map would name an expert, but does not belong to the map.
     placed = torch.randint(-2, local + 2, (experts + 1,)).int()
     placed[experts] = 2
     placed = placed[:experts] if mapped else None
@@ -134,7 +134,7 @@ def odd_tokens(tokens: int, hidden: int) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit, but for what kind of NaN there is."""
+    """Return True if the bits are equal; any NaN equals any other."""
     a32, b32 = a.float(), b.float()
     numbers = torch.equal(a32.isnan(), b32.isnan())
     ours, theirs = (x.nan_to_num(nan=0.0) for x in (a32, b32))

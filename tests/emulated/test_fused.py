@@ -119,7 +119,7 @@ OPTIONS: dict[str, tuple[str, dict, dict]] = {
     "gathers, overlapped": ("64 overlapped", {"gathers": True}, {}),
     "slices of 128": ("128", *2 * ({"slices": True, "schedule": Schedule.DYNAMIC},)),
 }
-"""What changes the order of nothing: a config's name and what is changed in its two."""
+"""Options that change no order of sums: a config's name, and the changes of GEMM1 and GEMM2."""
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -138,13 +138,13 @@ def test_options_keep_the_bits(option, mode, emulator, monkeypatch):
 @pytest.mark.all
 @pytest.mark.parametrize("multiprocessors", [14, 18, 20])
 def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
-    """Of the first GEMM, so that each of the others has as many tiles."""
+    """Clusters of GEMM1 are left out so that all others have equally many tiles."""
     monkeypatch.setattr(architectures, "num_sms", lambda device: multiprocessors)
     inputs, clusters = inputs_of(41, 4), multiprocessors // 2
     rows = route(inputs, SHAPE).m_indptr.diff()
     tiles = int((-(-rows // 8)).sum()) * SHAPE.intermediate_size // 128
-    turns = -(-tiles // clusters)
-    assert -(-tiles // turns) < clusters
+    waves = -(-tiles // clusters)
+    assert -(-tiles // waves) < clusters
     out = output_of(inputs, "8 swapped, early")
     assert not any(report.hazards for report in emulator.reports)
     monkeypatch.setattr(architectures, "num_sms", lambda device: 4)
@@ -152,7 +152,7 @@ def test_clusters_left_out(multiprocessors, emulator, monkeypatch):
 
 
 def noticed(name: str, edit: Edit, emulator, inputs: MoeInputs | None = None) -> bool:
-    """Whether a mutant of the layer's kernels shows."""
+    """Return True if a mutant of the layer's kernels is noticed."""
     inputs = inputs or inputs_of(41, 4)
     wanted = output_of(inputs, name)
     return noticed_in(lambda: output_of(inputs, name), wanted, edit, emulator)
@@ -162,18 +162,18 @@ def noticed(name: str, edit: Edit, emulator, inputs: MoeInputs | None = None) ->
 @pytest.mark.parametrize("name", ["8 swapped", "64 overlapped", "128"])
 @pytest.mark.parametrize("factor", ["0f00000000", "0f3F000000"], ids=["none", "half"])
 def test_a_wrong_second_term(factor, name, emulator):
-    """It is small: half of it must not pass for rounding."""
+    """The second term is small: half of it must not pass for rounding."""
     inputs = inputs_of(41, 4)
     wanted = torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16)
     reference.fused(inputs, wanted, SHAPE, terms=2)
-    # What the first term leaves is the one difference of a float32 and another.
+    # Only the rest after the first term is a difference of two float32.
     left = replace(r"sub\.f32\s+(%r\d+), [^;]*;", rf"\g<0>\nmul.f32 \1, \1, {factor};")
     emulator.host.ptx_transform = all_of(left)
     assert calc_diff(output_of(inputs, name, 2), wanted) > 100 * TOLERANCE[2]
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """As many elements of the type, one element past an aligned address."""
+    """Return a tensor of the same shape and strides, one element past an aligned address."""
     return x.new_empty(x.numel() + 16)[1:].as_strided(x.shape, x.stride())
 
 
@@ -192,13 +192,13 @@ FAULTS = {
 
 
 def test_the_compiled_function_refuses(emulator):
-    """What `FusedLayer` leaves to it; before anything is launched, and a call after it is good."""
+    """`FusedLayer` leaves these checks to it. Nothing is launched, and the next call is right."""
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
     call = make_call(9, wanted.device, SHAPE, 1, CONFIGS["8 swapped"])
     emulator.reports.clear()
-    held, taken = set(emulator.host.ranges), []
+    ranges, accepted = set(emulator.host.ranges), []
     for fault, name in product(FAULTS, [*MoeInputs._fields[:8], "output"]):
         if fault == "misaligned" and name.endswith("scale"):
             continue  # not asked of them
@@ -206,18 +206,18 @@ def test_the_compiled_function_refuses(emulator):
         output = given.pop("output")
         try:
             call(MoeInputs(**given), output)
-            taken.append((fault, name))
+            accepted.append((fault, name))
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
             continue
-    assert taken == [] and not emulator.reports
+    assert accepted == [] and not emulator.reports
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
-    assert set(emulator.host.ranges) == held  # every workspace was given back
+    assert set(emulator.host.ranges) == ranges  # every workspace was given back
 
 
 def test_a_launch_that_fails_leaves_no_workspace(emulator):
     inputs = inputs_of(9, 4)
     wanted = output_of(inputs, "8 swapped")
-    held = set(emulator.host.ranges)
+    ranges = set(emulator.host.ranges)
 
     def fail(ptx: str) -> str:
         raise emulator.EmulationError("no such kernel")
@@ -225,7 +225,7 @@ def test_a_launch_that_fails_leaves_no_workspace(emulator):
     emulator.host.ptx_transform = fail
     with pytest.raises(emulator.EmulationError, match="no such kernel"):
         output_of(inputs, "8 swapped")
-    assert set(emulator.host.ranges) == held
+    assert set(emulator.host.ranges) == ranges
     emulator.host.ptx_transform = None
     assert torch.equal(output_of(inputs, "8 swapped"), wanted)
 
@@ -347,7 +347,7 @@ def test_without_a_part_of_the_handing_over_after_a_permute(edit, emulator):
 
 
 def few_local_rows() -> MoeInputs:
-    """So few that the second GEMM's do not reach what the first one reads."""
+    """Return inputs with so few rows that GEMM2 writes none that GEMM1 reads."""
     inputs = inputs_of(41, 9)
     assert 0 < int(route(inputs, SHAPE).m_indptr[-1]) < 41 * SHAPE.top_k // 3
     return inputs
@@ -377,11 +377,11 @@ def with_local_rows(tokens: int, rows: int) -> MoeInputs:
 
 
 OVERWRITTEN = r"launch 4, .* writes .* launch 3, .* asynchronous copy read"
-"""Of the second GEMM: what the first one has read."""
+"""A hazard: GEMM2 writes rows that GEMM1 reads."""
 
 
 def messages(inputs: MoeInputs, emulator) -> set[str]:
-    """Of all hazards in all modes, what a box has of other experts among them."""
+    """Return the messages of all hazards in all modes, those of other experts' rows included."""
     seen = set()
     for emulator.options.mode in MODES:
         del emulator.reports[:]

@@ -32,7 +32,7 @@ HOPPER = HopperConfig(tile_m=64, stages=3)
 
 
 def configs_of(target: str, name: str, terms: int = 1):
-    """Of both GEMMs: by name, of Hopper's in `test_fused` or of those here."""
+    """Return the configs of both GEMMs by name: Hopper's are in `test_fused`, Blackwell's here."""
     if target == "sm_90a":
         first, second = HOPPERS[name]
         first = first.with_swiglu(terms)
@@ -68,7 +68,7 @@ def test_without_a_local_pair(name, emulator):
 
 
 def test_whole_waves_and_rows_handed_over(mode, emulator):
-    """As `choose_layer` has it with few rows: clusters are left out, the second GEMM asks."""
+    """The schedules of `choose_layer` with few rows: GEMM1 in whole waves, GEMM2 on demand."""
     inputs, config = inputs_of(41, 4), CONFIGS["16 swapped"]
     first = dataclasses.replace(config, schedule=Schedule.WHOLE_WAVES)
     out = output_of(inputs, first, second=dataclasses.replace(config, schedule=Schedule.DYNAMIC))
@@ -112,7 +112,7 @@ def test_every_bit_as_on_hopper(terms, emulator, monkeypatch):
 
 
 def test_without_the_fence_between_the_gather_and_the_mma(emulator):
-    """What cp.async brought is of another proxy than what the MMA read."""
+    """cp.async writes through another proxy than the MMA reads."""
     inputs = inputs_of(9, 4)
     output_of(inputs, CONFIGS["16 swapped"])
     assert all(report.hazards == [] for report in emulator.reports)

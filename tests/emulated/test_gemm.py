@@ -59,7 +59,7 @@ BLACKWELL = list(
     )
 )
 MOST = [*HOPPER[::6], LARGEST, PICKED[0]]
-"""What is tested by default: compiling takes longer than running."""
+"""The configs that are tested by default, few because compiling takes longer than running."""
 ROWS = {"sm_90a": (0, 1, 17, 64, 65, 130), "sm_100a": (0, 1, 17, 65, 128, 200)}
 N = {"sm_90a": 256, "sm_100a": 512}
 """Two column tiles of the widest config."""

@@ -32,7 +32,7 @@ def choose(monkeypatch, config: GemmConfig) -> None:
 )
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_flat(config, rows, mode, emulator, monkeypatch):
-    """What belongs to no expert any more is cut off: nothing lies behind the last row."""
+    """Tensors end with the last expert's last row."""
     total = sum(rows)
     problem = gemm(rows, 256, 512, 256, exact=True, layout="flat")
     m_indptr = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -45,7 +45,7 @@ def test_flat(config, rows, mode, emulator, monkeypatch):
 
 
 def batched_problem(rows: tuple[int, ...], max_rows: int):
-    """What `run` takes but for the output, and what it is to be."""
+    """Return the arguments of `run` before the output, and the expected output."""
     problem = gemm(rows, 256, 512, max_rows, exact=True)
     experts, counts = len(rows), torch.tensor(rows, dtype=torch.int32)
     a_scale = problem.a_scale.view(-1, experts, max_rows).transpose(0, 1).contiguous()
@@ -79,7 +79,7 @@ def test_batched_on_blackwell(config, emulator):
 
 
 def two_batched_calls(emulator) -> tuple[list[torch.Tensor], list[torch.Tensor], set[str]]:
-    """What two calls on one workspace gave, what they should have, and the hazards seen."""
+    """Return the outputs of two calls on one workspace, the expected outputs and the hazards."""
     problems = [batched_problem(rows, 128) for rows in ((3, 0, 128, 17), (0, 64, 1, 9))]
     outputs = [torch.full_like(wanted, UNTOUCHED) for _, wanted in problems]
     scales = torch.full((problems[0][0][1].numel(),), torch.nan)
@@ -95,7 +95,7 @@ def two_batched_calls(emulator) -> tuple[list[torch.Tensor], list[torch.Tensor],
 
 @pytest.mark.parametrize("dependents", ["late", "early", "random"])
 def test_a_batched_call_may_begin_while_the_one_before_ends(dependents, emulator):
-    """As a caching allocator has it: the next call's workspace is this one's."""
+    """A caching allocator gives the next call the workspace of this one."""
     emulator.options.dependents = dependents
     outputs, wanted, hazards = two_batched_calls(emulator)
     assert hazards == set()

@@ -24,7 +24,7 @@ SWAPPED = BlackwellConfig(tile_m=16, swap_ab=True, stages=2, accumulators=2)
 
 
 def after(mark: str, edit: Edit) -> Edit:
-    """Of the text from the first match of `mark` on."""
+    """Edit the text from the first match of `mark` on."""
 
     def edited(ptx: str) -> str:
         at = re.search(mark, ptx).start()
@@ -34,7 +34,7 @@ def after(mark: str, edit: Edit) -> Edit:
 
 
 def before(mark: str, edit: Edit) -> Edit:
-    """Of the text up to the first match of `mark`."""
+    """Edit the text up to the first match of `mark`."""
 
     def edited(ptx: str) -> str:
         at = re.search(mark, ptx).start()
@@ -44,7 +44,7 @@ def before(mark: str, edit: Edit) -> Edit:
 
 
 def all_of(*edits: Edit) -> Edit:
-    """One after the other; it is an error if one changes nothing."""
+    """Make the edits one after the other; it is an error if one of them changes nothing."""
 
     def edited(ptx: str) -> str:
         for edit in edits:
@@ -58,9 +58,10 @@ def all_of(*edits: Edit) -> Edit:
 def noticed(
     run: Callable[[], torch.Tensor], wanted: torch.Tensor, edit: Edit, emulator, seeds: int = 1
 ) -> bool:
-    """Whether an edit of the kernels that `run` launches shows in some schedule.
+    """Return True if an edit of the kernels that `run` launches is noticed in some schedule.
 
-    As an error, a hazard or another result than `wanted`; in the mode random with several seeds.
+    It is noticed by an error, a hazard or another result than `wanted`. The mode random runs with
+    several seeds.
     """
     emulator.host.ptx_transform = all_of(edit)
     for mode, seed in [*((mode, 0) for mode in MODES), *(("random", s) for s in range(1, seeds))]:
@@ -318,7 +319,7 @@ def test_the_kernel_as_it_is(config, rows, seeds, emulator):
     ids=str,
 )
 def test_registers_of_wgmma(config, emulator):
-    """What the kernel does right in every form of its main loop is a hazard without the fence."""
+    """Every form of the main loop has a hazard without the fence, and none with it."""
     problem = gemm((130, 65), 256, 512, 256, exact=True)
     edit = replace(r"wgmma\.fence\.sync\.aligned;", "")
     for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"missing-wgmma-fence"})):
@@ -361,7 +362,7 @@ NOT_KNOWN_TO_BE_INITIALISED = {
     "an arrival that says nothing": replace(r"fence\.mbarrier_init\S*;", ""),
     "an arrival, no wait": replace(r"(?<=relaxed;)\s*barrier\.cluster\.wait;", "bar.sync 0;"),
 }
-"""What no result shows: the CTAs of a cluster come to their barriers at about the same time."""
+"""Faults that no result shows: a cluster's CTAs reach their barriers at about the same time."""
 
 
 @pytest.mark.parametrize(

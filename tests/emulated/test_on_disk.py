@@ -55,7 +55,7 @@ def test_an_edit_makes_another_kernel(kernel, edited, other, monkeypatch):
     read = Path.read_bytes
 
     def key() -> dict[str, str]:
-        """As a new process has it, which remembers no digest."""
+        """Return the key in a new process, which remembers no digest."""
         with pytest.MonkeyPatch.context() as context:
             context.setattr(compiling, "_source_digest", DIGEST)
             on_disk.use(context)

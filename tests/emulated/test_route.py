@@ -11,7 +11,7 @@ from moe_fp8.kernels.route import WORD_TOKENS, ChooseExperts, compile_route
 from moe_fp8.reference import choose_experts, group_rows
 
 TARGET = ""
-"""What the kernels of a test are compiled for."""
+"""The target of a test's kernels."""
 SHAPES = {
     "v3": MoeShape(),
     "small": MoeShape(num_experts=16, num_local_experts=5, n_group=4, topk_group=2, top_k=3),
@@ -39,7 +39,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True, params=["sm_90a", *more("sm_100a")])
 def target(request, monkeypatch):
-    """No test knows what it is for: these kernels have nothing of one architecture."""
+    """Tests do not name a target: these kernels are the same for all architectures."""
     monkeypatch.setitem(globals(), "TARGET", request.param)
 
 
@@ -115,7 +115,7 @@ def test_ties_of_as_many_experts_as_a_lane_has_bits(emulator):
 
 
 def test_experts_of_groups_that_are_not_kept_come_after_all_others(emulator):
-    """Those with a bias of -inf, too."""
+    """Experts with a bias of -inf do, too."""
     shape = MoeShape(num_experts=64, num_local_experts=64, n_group=4, topk_group=1, top_k=4)
     logits, bias = torch.zeros(1, 64), torch.full((64,), -torch.inf).bfloat16()
     bias[20:22], bias[50:52] = 0.0, 1.0

@@ -17,19 +17,19 @@ from problems import FP8, UNTOUCHED, fp8
 from ptxemu import MODES
 
 TARGET = ""
-"""What the kernels of a test are compiled for."""
+"""The target of a test's kernels."""
 INTERMEDIATE = 384
 NAN = 0x7F  # of e4m3
 
 
 @pytest.fixture(autouse=True, params=["sm_90a", *more("sm_100a")])
 def target(request, monkeypatch):
-    """No test knows what it is for: these kernels have nothing of one architecture."""
+    """Tests do not name a target: these kernels are the same for all architectures."""
     monkeypatch.setitem(globals(), "TARGET", request.param)
 
 
 def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
-    """Of the first `rows` rows; the outputs start as NaN."""
+    """Run SwiGLU on the first `rows` rows; the outputs start as NaN."""
     rows = g.shape[0] if rows is None else rows
     m_indptr = torch.tensor([0, rows], dtype=torch.int32)
     q, scale = empty_swiglu(g)
@@ -182,7 +182,7 @@ def test_swiglu_quant_of_what_is_not_finite_is_the_models(bad, emulator):
 def run_permute(
     function, x, x_scale, pair_row, rows: int, *by_row: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `function` into buffers of NaN; the compiled one takes `by_row` as well."""
+    """Permute by `function` into buffers of NaN; the compiled one takes `by_row`, too."""
     a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
     a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
     function(x, x_scale, pair_row, a, a_scale, *by_row)
@@ -226,7 +226,7 @@ def test_permute_of_hardly_a_pair(pairs, mode, emulator):
 
 
 def test_permute_to_a_row_past_32_bits(emulator):
-    """Only what is touched of the many rows before it takes memory."""
+    """The many rows before it take no memory, because nothing touches them."""
     hidden, row = 512, 2**31 // 512 + 1
     x, x_scale = fp8(2, hidden), torch.randn(4, 2)
     pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
@@ -288,7 +288,7 @@ def test_combine(tokens, mode, emulator):
 
 
 def test_combine_of_float32_rows(mode, emulator):
-    """As hifi's second GEMM stores them; nine tokens in one CTA, whose ring goes round."""
+    """GEMM2 of hifi stores such rows. The nine tokens of one CTA fill its ring more than twice."""
     torch.manual_seed(9)
     hidden, top_k, rows, tokens = 1280, 8, 23, 9
     o, weights = torch.randn(rows, hidden), torch.rand(tokens, top_k)

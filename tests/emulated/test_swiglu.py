@@ -18,7 +18,7 @@ from test_layers import SHAPE, inputs_of
 from scripts.common.metrics import calc_diff
 
 LIMIT = 3.1
-"""No bfloat16: of one the compiler clamps before it widens."""
+"""A limit that is no bfloat16 value: with one the compiler would clamp before it widens."""
 LIMITED = Swiglu(LIMIT)
 OAI = Swiglu(LIMIT, alpha=1.702, beta=1.0)
 INTERMEDIATE = 256
@@ -30,7 +30,7 @@ INTERMEDIATE = 256
     [(OAI, True), *more((OAI, False), (LIMITED, False), (Swiglu(alpha=0.5), False))],
 )
 def test_the_stage_is_the_models(swiglu, ue8m0, target, emulator):
-    """What is not finite too: a NaN passes the limit, an infinity does not."""
+    """Values that are not finite agree, too: a NaN passes the limit, an infinity does not."""
     torch.manual_seed(0)
     g = (4 * torch.randn(40, 2 * INTERMEDIATE)).bfloat16()
     for row, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
@@ -87,7 +87,7 @@ def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device
     ],
 )
 def test_powers_of_two_are_the_models(target, name, tokens, device, emulator):
-    """Of tokens in bfloat16 and of the intermediate."""
+    """Both the scales of bfloat16 tokens and those of the intermediate are powers of two."""
     given = inputs_of(tokens, 4)
     x = torch.randn(tokens, SHAPE.hidden_size).bfloat16()
     inputs = given._replace(hidden_states=x, hidden_states_scale=None)

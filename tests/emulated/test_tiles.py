@@ -1,4 +1,4 @@
-"""Where the tiles of all experts lie, as a warp looks them up."""
+"""The tiles of all experts, as a warp looks them up."""
 
 import functools
 

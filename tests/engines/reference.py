@@ -25,7 +25,7 @@ def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of gate and up."""
+"""A function of gate and up."""
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,8 @@ def layer(
     of: Weights,
     activation: Activation = swiglu,
 ) -> torch.Tensor:
-    """Of tokens in bfloat16 `[T, H]`, which are quantised, and local ids `[T, K]`, -1 elsewhere."""
+    """Compute the layer of bfloat16 tokens `[T, H]`, which are quantised, and local ids `[T, K]`,
+    -1 for an expert elsewhere."""
     q, scale = quantise_rows(x)
     tokens = q.double() * scale.t().repeat_interleave(BLOCK, 1)
     w13, w2 = wide(of.w13, of.w13_scale), wide(of.w2, of.w2_scale)

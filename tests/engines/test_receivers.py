@@ -22,7 +22,7 @@ needs_bench = pytest.mark.skipif(not BENCH.is_dir(), reason=f"no {BENCH}")
 
 
 def submit(*arguments: object) -> None:
-    """From the record, whatever the sources were then."""
+    """Run `run.py submit` on the record, even if the sources have changed."""
     command = [sys.executable, ROOT / "run.py", "submit", *arguments, "--gpu", "H200"]
     done = subprocess.run(
         [*map(str, command), "--other-sources", "--results", str(RECORD)],
@@ -33,7 +33,7 @@ def submit(*arguments: object) -> None:
 
 
 def bench(*arguments: object) -> str:
-    """What the development version says."""
+    """Return the output of the development version."""
     paths = os.pathsep.join(map(str, (BENCH, installed.directory / "deps")))
     done = subprocess.run(
         [sys.executable, "-m", "flashinfer_bench", *map(str, arguments)],
@@ -46,7 +46,7 @@ def bench(*arguments: object) -> str:
 
 
 def validate(root: Path, checks: str) -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """Of each definition by check what is said of it that is no mere number of files."""
+    """Return the status and the messages of each check, by definition."""
     bench("validate", "--dataset", root, "--checks", checks, "--outputs", "json", "--disable-gpu")
     (path,) = (root / "reports").glob("*.json")
     return {

@@ -85,7 +85,7 @@ def tokens(ids: torch.Tensor) -> StandardDispatchOutput:
 
 
 def local_ids(experts: int = E, top_k: int = K) -> torch.Tensor:
-    """As SGLang's dispatcher makes them of global ones: those of experts 16 to 31 are here."""
+    """Return local ids as SGLang's dispatcher makes them; experts 16 to 31 are local."""
     ids = torch.rand(33, experts, generator=torch.Generator().manual_seed(2)).topk(top_k).indices
     mapping = torch.full((experts,), -1, dtype=torch.int32)
     mapping[16:32] = torch.arange(16, dtype=torch.int32)
@@ -243,7 +243,7 @@ def by_deepep(registered, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch):
-    """Its low-latency mode, whose combine applies the weights: no factor, no sum."""
+    """DeepEP's low-latency mode applies the weights in its combine: no factor and no sum here."""
     of, method, module = by_deepep
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(LOCAL, 12, H, generator=generator).bfloat16()
@@ -256,12 +256,12 @@ def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch
         scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
     arrived = deepep.DeepEPLLDispatchOutput(given, scale, ids, weights, counts, 6)
     prepared = []
-    monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
     out = [method.apply(module, arrived) for _ in range(2)][1]
     assert isinstance(out, deepep.DeepEPLLCombineInput)
     assert out.topk_ids is ids and out.topk_weights is weights
-    ((call, how),) = prepared
-    assert call[0] is plugin.batched_experts and how["expected_m"] == 6
+    ((call, kwargs),) = prepared
+    assert call[0] is plugin.batched_experts and kwargs["expected_m"] == 6
     for expert, count in enumerate(counts.tolist()):
         of_expert = torch.full((count, 1), expert)
         reference = layer(x[expert, :count], of_expert, torch.ones(count, 1), of)
@@ -270,7 +270,7 @@ def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
-    """Its normal mode: this rank's part of each token's sum, which may have no tokens at all."""
+    """DeepEP's normal mode takes this rank's part of each token's sum; there may be no tokens."""
     of, method, module = by_deepep
     given = tokens(local_ids())
     weights, ids, _ = given.topk_output
@@ -379,28 +379,28 @@ def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
 
 
 def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
-    """As soon as there is a layer on a GPU, by tensors like those that SGLang passes."""
+    """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU."""
     of, prepared = Weights(LOCAL, H, WIDTH), []
-    monkeypatch.setattr(plugin, "prepare", lambda *call, **how: prepared.append((call, how)))
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
     method, module = method_and_layer(of)
     method.create_moe_runner(module, config_of())
     assert not prepared, "on a CPU"
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     method.create_moe_runner(module, config_of())
     monkeypatch.undo()
-    (((function, *call), how),) = prepared
+    (((function, *call), kwargs),) = prepared
     given = tokens(local_ids())
     weights, ids, _ = given.topk_output
     passed = (ids, weights, given.hidden_states, of.w13, of.w13_scale, of.w2, of.w2_scale)
     assert function is plugin.experts
-    assert how == {"accurate": False, "num_experts": E, "swiglu_limit": None}
+    assert kwargs == {"accurate": False, "num_experts": E, "swiglu_limit": None}
     for made, real in zip(call, passed, strict=True):
         assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
 
 
 @pytest.mark.parametrize("path", plugin.NEEDED_NAMES)
 def test_an_sglang_that_lacks_what_is_needed_is_left_alone(path, monkeypatch, caplog):
-    """Whatever its version calls itself; nothing is half registered."""
+    """A missing name matters, not the version; nothing is registered in part."""
     resolve_name = plugins.pkgutil.resolve_name
 
     def changed(name: str) -> Any:
@@ -438,6 +438,6 @@ def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
 
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
-    """Without a GPU what SGLang says of the shapes alone."""
+    """Without a GPU only SGLang's rules about shapes apply."""
     x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K)
     assert output.shape == x.shape

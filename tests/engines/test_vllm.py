@@ -56,7 +56,7 @@ KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """What vLLM asks of a GPU on the way to our classes, which run their reference model."""
+    """Answer vLLM's questions about the GPU; our classes run their reference model."""
     monkeypatch.setattr(plugins, "on_hopper", lambda: True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     init_workspace_manager(torch.device("cpu"))
@@ -161,7 +161,7 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
 
 
 def test_tokens_that_were_quantised_before(problem):
-    """After an exchange between ranks: scales [T, H/128], of either order."""
+    """An exchange between ranks quantises tokens; its scales [T, H/128] have either order."""
     from moe_fp8.reference import quantise_rows
 
     weights, x, logits, bias = problem
@@ -198,7 +198,7 @@ class AsDeepEp(batched.BatchedPrepareAndFinalize):
 
 @pytest.fixture
 def quantised(monkeypatch):
-    """For vLLM's own quantiser, which needs a GPU."""
+    """Replaces vLLM's own quantiser, which needs a GPU."""
     from moe_fp8.reference import quantise_rows
 
     def quantise(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +251,7 @@ def test_batched(problem, quantised):
     ("tokens", "expected"), [([33, 31], 8), ([1, 0], 1), ([0, 0], 1), (None, None)]
 )
 def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, monkeypatch):
-    """Of all ranks' tokens, as far as vLLM knows them, in equal shares; and prepared for once."""
+    """All ranks' tokens, if vLLM knows them, in equal shares. Kernels are prepared once."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     metadata = tokens and SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
@@ -259,7 +259,7 @@ def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, mon
     monkeypatch.setattr(vllm_experts, "is_forward_context_available", lambda: True)
     monkeypatch.setattr(vllm_experts, "get_forward_context", lambda: context)
     prepared, called, run = [], [], vllm_experts.batched_experts
-    monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **how: prepared.append(call))
+    monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **kwargs: prepared.append(call))
 
     def spy(*call: Any, **options: Any) -> torch.Tensor:
         called.append(options["expected_m"])
@@ -302,8 +302,8 @@ WHY_NOT = [
 
 
 @pytest.fixture
-def said():
-    """What vLLM shows of ours: what is logged below its own name."""
+def logged():
+    """Collect our messages that vLLM logs, those below its own logger's name."""
 
     class Collecting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -359,12 +359,12 @@ def test_all_that_quantises_to_fp8_blocks_offers_its_layers():
 
 
 @pytest.mark.parametrize("top_k", [7, 8])
-def test_the_plugin_chooses_and_says_so_once(top_k, selection, said):
+def test_the_plugin_chooses_and_says_so_once(top_k, selection, logged):
     for method in (RoutingMethodType.DeepSeekV3, RoutingMethodType.Renormalize):
         config = config_of(routing_method=method, experts_per_token=top_k)
         backend, chosen = selection(config, *KEYS)
         assert (backend.name, chosen) == ("TRITON", vllm_experts.VllmExperts)
-    assert said == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
+    assert logged == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
 
 
 @pytest.mark.parametrize(
@@ -388,17 +388,17 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
 
 
 @pytest.mark.parametrize(("changes", "keys", "why"), WHY_NOT)
-def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, said):
+def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, logged):
     assert selection(config_of(**changes), *keys)[0] == "theirs"
-    (line,) = said
+    (line,) = logged
     assert line.startswith("moe_fp8 does not serve layers of ") and why in line
     assert line.endswith("; vLLM's kernel does")
 
 
-def test_elsewhere_than_on_hopper(selection, said, monkeypatch):
+def test_elsewhere_than_on_hopper(selection, logged, monkeypatch):
     monkeypatch.setattr(plugins, "on_hopper", lambda: False)
     assert selection(config_of(experts_per_token=6), *KEYS)[0] == "theirs"
-    assert len(said) == 1 and "top 6, 512 x 256: no Hopper GPU; vLLM's kernel does" in said[0]
+    assert len(logged) == 1 and "top 6, 512 x 256: no Hopper GPU; vLLM's kernel does" in logged[0]
 
 
 def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
@@ -407,14 +407,14 @@ def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
 
 
 def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
-    """By its own functions, as its FP8 method calls them once a layer is loaded."""
+    """vLLM's FP8 method calls these functions once a layer is loaded."""
     weights, x, logits, bias = problem
     config = config_of(routing_method=RoutingMethodType.Renormalize)
     backend, experts_cls = selection(config, *KEYS)
     loaded = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
     stub = SimpleNamespace(weight_block_size=[128, 128])
-    kept = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
-    assert all(a is b for a, b in zip(kept, loaded, strict=True))
+    converted = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
+    assert all(a is b for a, b in zip(converted, loaded, strict=True))
     quant_config = oracle.make_fp8_moe_quant_config(
         backend, weights.w13_scale, weights.w2_scale, None, None, block_shape=[128, 128]
     )
@@ -429,12 +429,12 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
 
 
 def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):
-    """And no other one: by the tensors that vLLM's profiling run has."""
+    """The first call has the tensors of vLLM's profiling run; no later call prepares."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     prepared = []
     monkeypatch.setattr(
-        vllm_experts, "prepare", lambda *call, **how: prepared.append((call, how["tokens"]))
+        vllm_experts, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs["tokens"]))
     )
     made = vllm_experts.VllmExperts(config_of(max_num_tokens=2048), quant_config_of(weights))
     kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), made)
@@ -464,12 +464,12 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
     assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
 
 
-def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, said):
-    """Its arguments reach vLLM's function as they came."""
+def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, logged):
+    """vLLM's own function gets the arguments unchanged."""
     assert selection(None, *KEYS, True) == ("theirs", True)
     found = selection(config=None, weight_key=KEYS[0], activation_key=KEYS[1])
     assert found == ("theirs", False)
-    (line,) = said
+    (line,) = logged
     assert "does not serve a layer: AttributeError: 'NoneType' object has no attribute" in line
 
 
@@ -516,13 +516,13 @@ SELECTS = f"{plugin.MOE}.oracle.fp8.{plugin.SELECT}(config weight_key activation
         *((without(path), path.replace(":", ".")) for path in plugin.NEEDED_NAMES),
     ],
 )
-def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, said):
-    """Whatever its version calls itself, and in one line."""
+def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypatch, logged):
+    """A missing name matters, not the version; one line says so."""
     monkeypatch.setenv(plugins.VLLM, "1")
     change(monkeypatch)
     before = [getattr(module, plugin.SELECT, None) for module in QUANTISERS]
     plugin.register()
-    (line,) = said
+    (line,) = logged
     assert re.match(rf"moe_fp8 is off: vllm .* lacks what it needs: {re.escape(lacks)}", line)
     assert [getattr(module, plugin.SELECT, None) for module in QUANTISERS] == before
 
@@ -534,6 +534,6 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
 
 
 def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
-    """Without a GPU what vLLM says of the shapes alone."""
+    """Without a GPU only vLLM's rules about shapes apply."""
     x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K)
     assert output.shape == x.shape

@@ -23,7 +23,7 @@ from scripts.measure.gemm_problems import LAYER_SHAPES
 TOKENS = (*range(1, 256), *range(256, 32768, 32))
 """Every config of the layer ships for some of these."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""Of an expert: so does every one of the GEMM alone."""
+"""Rows of an expert: every config of the GEMM alone ships for some of these."""
 MOST_DIFFERENT = {1: 3e-4, 2: 3e-5}
 """calc_diff of a layer and its model, by terms: Hopper adds in 14 bits, and what lies next to the
 middle between two FP8 values goes one way or the other. Without the second term it is 2.7e-4."""
@@ -33,7 +33,7 @@ middle between two FP8 values goes one way or the other. Without the second term
 
 
 class Job(NamedTuple):
-    """A config of the GEMM alone, or the two of a layer whose intermediate has so many terms."""
+    """The config of a GEMM alone, or the two configs of a layer with so many terms."""
 
     configs: tuple[Any, ...]
     terms: int = 1
@@ -48,8 +48,7 @@ class Job(NamedTuple):
 
 
 def shipped(target: str) -> list[Job]:
-    """In the layer, with SwiGLU after the first GEMM and one and two terms in the second, and of
-    the GEMM alone."""
+    """Return the jobs of all configs: the layer with one and two terms, and the GEMM alone."""
     of = architectures.of_target(target)
     layers = dict.fromkeys(
         Job(of.choose_layer(tokens, DEEPSEEK_V3, terms), terms)

@@ -42,7 +42,7 @@ BLACKWELL = (
     Sm100(tile_m=32, swap_ab=True, cluster_n=2),
 )
 OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
-"""By what the compiler calls an architecture; the others are compared with the first one."""
+"""Configs by the compiler's name of an architecture. Tests compare the others with the first."""
 
 FUSED = {
     "sm_90a": (
@@ -59,13 +59,13 @@ FUSED = {
         sm100.LARGEST,
     ),
 }
-"""Of the fused layer's second GEMM: every way to the rows, of gathered ones also with rows that
-are handed over. Those of the first are made of them."""
+"""Configs of GEMM2 of the fused layer, from which those of GEMM1 are made: every way to load rows,
+gathered rows also with the hand-over to GEMM2."""
 FUSED["sm_103a"] = FUSED["sm_100a"]
 
 
 def target() -> str:
-    """Of this GPU; without one that there are kernels for, where no test runs, Hopper."""
+    """Return the target of this GPU; Hopper's without a supported GPU, where no test runs."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() in ARCHITECTURES:
         return of_device(torch.device("cuda")).target
     return "sm_90a"

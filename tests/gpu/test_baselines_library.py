@@ -85,7 +85,7 @@ def test_baseline_matches_the_model(module, tokens, routing, make_inputs, monkey
 
 
 def test_a_replay_that_is_timed_runs_what_a_call_runs(module, make_inputs):
-    """No filling of buffers, which a call finds filled."""
+    """A replay fills no buffers, because a call finds them filled."""
     inputs = make_inputs(80, "random", seed=4)
     call = Timed(lambda out: module.run(*inputs, out), [new_output(inputs)])
     with on_own_stream():
@@ -112,7 +112,7 @@ def test_offsets(module, offset, make_inputs, monkeypatch, worst):
 
 @pytest.mark.parametrize("tokens", [80, 901, 14107])
 def test_block_scales_of_zero(module, tokens, make_inputs, worst):
-    """Which the definition allows, and torch.randn draws now and then. Against our own kernels."""
+    """The definition allows scales of zero. The expected output is that of our own kernels."""
     inputs = make_inputs(tokens, seed=4)
     scales = {n: s.clone() for n, s in inputs._asdict().items() if n.endswith("_scale")}
     for scale in scales.values():
@@ -144,6 +144,6 @@ def test_both_layouts_of_deepgemm(tokens, make_inputs, monkeypatch):
 def test_waits_for_the_gpu(module, tokens, make_inputs, monkeypatch):
     """DeepGEMM's contiguous layout once, nothing else."""
     monkeypatch.setattr(deepgemm_moe, "MASKED_ROWS", 32 * 1024)
-    said = waits_of(module, make_inputs(tokens))
+    warned = waits_of(module, make_inputs(tokens))
     waits = module is deepgemm_moe and 32 * tokens > deepgemm_moe.MASKED_ROWS
-    assert len(said) == waits, said
+    assert len(warned) == waits, warned

@@ -13,7 +13,7 @@ from moe_fp8.reference import quantise_rows
 from scripts.common.metrics import calc_diff
 
 EXPERTS, HIDDEN, WIDTH, ROWS = 8, 7168, 2048, 300
-"""Of DeepSeek-V3 and Kimi-K2, but for the number of rows."""
+"""The widths of DeepSeek-V3 and Kimi-K2."""
 COUNTS = {
     "a few": [1, 0, 3, 8, 2, 0, 5, 7],
     "dozens": [40, 64, 0, 65, 1, 33, 90, 17],
@@ -38,7 +38,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def tokens_of(counts: list[int], fp8: bool, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    """With NaN beyond the counts; the scales of FP8 as DeepEP lays them."""
+    """Return tokens with NaN beyond the counts; FP8 scales have DeepEP's strides."""
     generator = torch.Generator("cuda").manual_seed(sum(counts))
     x = torch.randn(EXPERTS, rows, HIDDEN, generator=generator, device="cuda").bfloat16()
     num_tokens = torch.tensor(counts, dtype=torch.int32, device="cuda")
@@ -58,7 +58,7 @@ def there_of(call: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def run(call: dict[str, Any], **options: Any) -> torch.Tensor:
-    """The output, of which nothing else than the tokens' places may be written."""
+    """Return the output; nothing but the tokens' places may be written."""
     out = torch.full(call["x"].shape, 7.0, dtype=torch.bfloat16, device="cuda")
     batched_experts(**call, **options, out=out)
     assert (out[~there_of(call)] == 7).all()
@@ -101,7 +101,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("expected_m", [1, 8, 16, 64, None])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_the_bits_of_experts(counts, expected_m, fp8, weights):
-    """Whatever is expected: configs change no bit."""
+    """`expected_m` chooses configs, which change no bit."""
     call = tokens_of(COUNTS[counts], fp8) | weights
     got = run(call, expected_m=expected_m)[there_of(call)]
     assert torch.equal(got, by_experts(call))
@@ -149,9 +149,9 @@ def test_counts_that_are_none(weights):
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("expected_m", [4, 64, 256])
 def test_a_graph_serves_any_counts(expected_m, fp8, weights):
-    held = tokens_of(COUNTS["none"], fp8)
+    static = tokens_of(COUNTS["none"], fp8)
     out = torch.full((EXPERTS, ROWS, HIDDEN), 7.0, dtype=torch.bfloat16, device="cuda")
-    call = held | weights | {"expected_m": expected_m, "out": out}
+    call = static | weights | {"expected_m": expected_m, "out": out}
     batched_experts(**call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -159,7 +159,7 @@ def test_a_graph_serves_any_counts(expected_m, fp8, weights):
     for counts in COUNTS.values():
         given = tokens_of(counts, fp8)
         for name, tensor in given.items():
-            held[name].copy_(tensor)
+            static[name].copy_(tensor)
         out.fill_(7)
         graph.replay()
         assert torch.equal(out, run(given | weights, expected_m=expected_m))
@@ -185,7 +185,7 @@ def test_nothing_is_compiled_after_prepare(accurate, weights, monkeypatch, tmp_p
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(fused.compile_fused, "functions", {})
     call = tokens_of(COUNTS["dozens"], True, 100) | weights | {"accurate": accurate}
-    # Of its own: what other tests made is kept in the layer of the same options.
+    # Options of its own: a layer keeps the calls that other tests made with its options.
     call["swiglu_limit"] = 12.5
     assert prepare(batched_experts, **call) >= 3
     monkeypatch.setattr(fused, "compiled", refuse)
@@ -193,9 +193,9 @@ def test_nothing_is_compiled_after_prepare(accurate, weights, monkeypatch, tmp_p
         given = tokens_of([min(rows, n) for n in COUNTS["dozens"]], True, rows)
         run(call | given, expected_m=expected_m)
     assert prepare(batched_experts, **call) == 0
-    graph, held = torch.cuda.CUDAGraph(), call | tokens_of(8 * [5], True, 77)
+    graph, static = torch.cuda.CUDAGraph(), call | tokens_of(8 * [5], True, 77)
     out = torch.full((EXPERTS, 77, HIDDEN), 7.0, dtype=torch.bfloat16, device="cuda")
     with torch.cuda.graph(graph):  # as many rows as no call had
-        batched_experts(**held, out=out)
+        batched_experts(**static, out=out)
     graph.replay()
-    assert torch.equal(out, run(held))
+    assert torch.equal(out, run(static))

@@ -65,7 +65,7 @@ def captured(module, inputs, output) -> torch.cuda.CUDAGraph:
 
 
 def test_a_graph_outlives_a_call_of_another_size(module, make_inputs):
-    """What the graph writes on its way must not be memory that the later call set free."""
+    """The graph must not write to memory that the later call has freed."""
     if module in WAITING:
         pytest.skip("waits for the routing: cannot be captured")
     inputs, other = make_inputs(80), make_inputs(81, seed=2)
@@ -74,13 +74,13 @@ def test_a_graph_outlives_a_call_of_another_size(module, make_inputs):
     graph = captured(module, inputs, output)
     output_of(module, other)
     # Whatever is free now is taken and filled.
-    taken = [torch.full((2**28,), 1e30, device="cuda") for _ in range(4)]
-    taken += [torch.full((2**n,), 1e30, device="cuda") for n in range(4, 24) for _ in range(8)]
+    blocks = [torch.full((2**28,), 1e30, device="cuda") for _ in range(4)]
+    blocks += [torch.full((2**n,), 1e30, device="cuda") for n in range(4, 24) for _ in range(8)]
     for _ in range(3):
         output.fill_(torch.nan)
         graph.replay()
         assert torch.equal(output, wanted)
-    assert all(bool((block == 1e30).all()) for block in taken), "the graph wrote to others' memory"
+    assert all(bool((block == 1e30).all()) for block in blocks), "the graph wrote to others' memory"
 
 
 def test_two_streams_and_four_threads_at_once(module, make_inputs):

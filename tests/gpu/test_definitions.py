@@ -24,7 +24,7 @@ PEERS = {
     triton_moe: ("triton", ((9, 0), (10, 0), (10, 3))),
     deepgemm_moe: ("deep_gemm", ((9, 0),)),
 }
-"""What they need, and on which GPUs they run."""
+"""The package of each peer, and the compute capabilities of its GPUs."""
 
 
 def tokens_of(definition: MoeDefinition, rows: str) -> int:
@@ -97,7 +97,7 @@ def model_of_flat(
 
 @pytest.mark.parametrize("tokens", [5, 4099])
 def test_routing(tokens, definition, shape, make_inputs):
-    """Which experts, and which rows their pairs get; weights but for the rounding of `exp`."""
+    """Experts and rows of the pairs are equal; weights differ in the rounding of `exp` at most."""
     inputs = make_inputs(tokens)
     got, wanted = steps.route(inputs, shape), reference.route(inputs, shape)
     assert torch.equal(got.m_indptr, wanted.m_indptr)

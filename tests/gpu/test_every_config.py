@@ -13,13 +13,13 @@ from moe_fp8.kernels import architectures
 from scripts.measure.processes import process_pool
 
 LIMIT_S = 600
-"""Of all that compile, and of all that run."""
+"""Limit for all compilations, and for all runs."""
 MOST_PROCESSES = 12
 
 
 def test_every_config():
-    """They compile side by side. They run in one process, which ends where one of them hangs or
-    takes the GPU with it; that one is the last that it names."""
+    """Configs compile in parallel and run in one process, which names each before it begins. If the
+    process ends, the last one named has hung or crashed the GPU."""
     target = architectures.of_device(torch.device("cuda")).target
     todo = every_config.shipped(target)
     workers = min(os.cpu_count() or 1, MOST_PROCESSES)
@@ -31,7 +31,7 @@ def test_every_config():
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as late:
-        # As bytes, though text was asked for.
+        # The output is bytes here, although text was asked for.
         pytest.fail(f"hangs: {(late.stdout or b'').decode().splitlines()[-1:]}")
     named = ran.stdout.splitlines()
     assert ran.returncode == 0, f"the last one: {named[-1:]}\n{ran.stderr[-2000:]}"

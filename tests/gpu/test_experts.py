@@ -22,7 +22,7 @@ from scripts.common.metrics import calc_diff
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 TOKENS = [1, 7, 32, 33, 80, 901, 1153]
-"""Routed by a kernel and by two; gathered and permuted for."""
+"""Numbers of tokens that one kernel routes, or two; that GEMM1 gathers, or the permute copies."""
 
 
 def swapped(x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def gate_first_weights(weights) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def engine_call(make_inputs, gate_first_weights) -> Callable[..., tuple[dict[str, Any], MoeInputs]]:
-    """What an engine would call, of bfloat16 tokens, and the definition's inputs for the same."""
+    """Make an engine's arguments, with bfloat16 tokens, and the definition's inputs."""
 
     def make(tokens: int, seed: int = 1) -> tuple[dict[str, Any], MoeInputs]:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -126,8 +126,8 @@ Given = tuple[torch.Tensor, ...]
 
 @pytest.fixture(scope="module")
 def given_to() -> Callable[[int], Given]:
-    """So many tokens, and 257 experts of a slice of DeepSeek-V3's width, of which all tokens choose
-    the last."""
+    """Make arguments for a number of tokens. There are 257 narrow experts; all tokens choose the
+    last."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -187,14 +187,14 @@ def test_weight_scales_in_e8m0_have_the_bits_of_float32(given_to):
 @pytest.mark.parametrize("tokens", [7, 80, 901])
 def test_in_a_graph_that_serves_any_choice(tokens, engine_call):
     call, _ = engine_call(tokens)
-    held = {"topk_ids", "topk_weights", "x"}
+    copied = {"topk_ids", "topk_weights", "x"}
     experts(**call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = experts(**call)
     for seed in (2, 3):
         other, inputs = engine_call(tokens, seed=seed)
-        for name in held:
+        for name in copied:
             call[name].copy_(other[name])
         graph.replay()
         assert torch.equal(output, output_of(v5, inputs))
@@ -278,7 +278,7 @@ def test_what_is_refused_after_a_good_call_is_named(engine_call):
 
 
 def test_the_quantised_tokens_are_the_models(engine_call):
-    """Of values of every magnitude, as the permutation quantises them."""
+    """The permute kernel quantises values of every magnitude like the model."""
     x = torch.randn(64, 7168, generator=torch.Generator().manual_seed(0)).cuda()
     x = (x * torch.logspace(-38, 30, 7168, device="cuda")).bfloat16()
     x[3, :300] = 0

@@ -12,7 +12,7 @@ weights, make_inputs = test_layer.weights, test_layer.make_inputs
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend, make_inputs):
-    """What is around the call is compiled with it; whoever calls it alone gets the same bits."""
+    """The code around the call is compiled with it. The bits are those of a call alone."""
 
     def layer(*tensors: torch.Tensor) -> torch.Tensor:
         out = fused_moe(*tensors, local_expert_offset=64, routed_scaling_factor=2.5)

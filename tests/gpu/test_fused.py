@@ -23,14 +23,14 @@ weights, make_inputs = test_layer.weights, test_layer.make_inputs
 SOAK = int(os.environ.get("MOE_FP8_SOAK", "500"))
 """Calls of `test_random_calls`; 10000 before a release."""
 CALLS_OF_POOL = 100
-"""That draw from the same tokens."""
+"""Calls that draw from the same tokens."""
 
 COSINE, DIFF = test_layer.LAYER_COSINE, test_layer.LAYER_DIFF
-"""See there: what lies next to the middle between two FP8 values goes one way or the other."""
+"""Bounds of `test_layer`, which says why they are not smaller."""
 
 
 def part_of(inputs: MoeInputs, part: slice | torch.Tensor) -> MoeInputs:
-    # As bytes: torch does not index float8.
+    # View as bytes: torch does not index float8.
     states = inputs.hidden_states.view(torch.uint8)[part].view(torch.float8_e4m3fn)
     return inputs._replace(
         routing_logits=inputs.routing_logits[part],
@@ -103,7 +103,7 @@ def test_many_tokens(module, tokens, make_inputs):
     ids=str,
 )
 def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, make_inputs):
-    """What the configs for so many tokens do not have, or alone have."""
+    """Options that only the configs for so many tokens have, or that only they lack."""
     inputs = make_inputs(tokens, routing)
     output = new_output(inputs)
     terms = module.layer_at(SHAPE).terms
@@ -120,17 +120,17 @@ def test_options_keep_the_bits(module, tokens, of_first, of_second, routing, mak
 def test_in_a_graph_after_other_calls_and_on_another_stream(module, make_inputs):
     cases = [make_inputs(80, routing, seed=seed) for seed, routing in enumerate(ROUTINGS)]
     wanted = [output_of(module, inputs) for inputs in cases]
-    held = cases[0]._replace(
+    static = cases[0]._replace(
         **{name: getattr(cases[0], name).clone() for name in MoeInputs._fields[:4]}
     )
-    output = new_output(held)
+    output = new_output(static)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph):
-        module.run(*held, output)
+        module.run(*static, output)
     output_of(module, make_inputs(1009))  # a larger workspace than the captured one
     for inputs, expected in zip(cases, wanted, strict=True):
         for name in MoeInputs._fields[:4]:
-            getattr(held, name).copy_(getattr(inputs, name))
+            getattr(static, name).copy_(getattr(inputs, name))
         output.fill_(torch.nan)
         graph.replay()
         assert torch.equal(output, expected)
@@ -145,13 +145,13 @@ def test_the_workspace_is_given_back(module, make_inputs):
     inputs = make_inputs(901)
     output = new_output(inputs)
     module.run(*inputs, output)
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     module.run(*inputs, output)
-    assert torch.cuda.memory_allocated() == held < torch.cuda.max_memory_allocated()
+    assert torch.cuda.memory_allocated() == allocated < torch.cuda.max_memory_allocated()
     with pytest.raises(ValueError, match="hidden_states"):
         module.run(*inputs._replace(hidden_states=inputs.hidden_states[:, :-128]), output)
-    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.memory_allocated() == allocated
 
 
 @pytest.mark.parametrize("tokens", [7, 80, 901, 4096])
@@ -200,8 +200,7 @@ def test_random_calls(module, make_inputs):
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer(tool, terms):
-    """All kernels of the layer at a small geometry, one and two of the routing, with every way to
-    the rows."""
+    """All kernels of a small layer, one and two of the routing, with every way to load rows."""
     if tool == "initcheck" and terms == 1:
         pytest.skip("does not see what TMA writes: the second GEMM's rows pass for uninitialised")
     sanitized(

@@ -110,8 +110,7 @@ def test_grouped_gemm_is_exact_on_small_integers(n, k):
 
 @pytest.mark.parametrize("experts", [64, 128, 256, 384])
 def test_many_experts(experts):
-    """All of 4, 2 and 1 ranks, and more than DeepSeek-V3 has: each as the kernel computes it for 32
-    experts at a time."""
+    """The experts of 4, 2 and 1 ranks and of Kimi-K2: the bits of 32 experts at a time."""
     rows = tuple((7 * e) % 37 if e % 3 else 0 for e in range(experts))
     n, k = 256, 512
     a, a_scale, b, b_scale, expert_rows = problem = flat_problem(rows, n, k)
@@ -133,8 +132,8 @@ def test_grouped_gemm_is_deterministic():
 
 @pytest.mark.parametrize("rows", [300_032, 300_132], ids=["by TMA", "row by row"])
 def test_rows_past_two_to_the_31_elements(rows):
-    """One expert with every row: row times column leaves 32 bits. 128 rows divide the first number
-    of them, so that TMA stores the last ones; of the second, 100 are left to store row by row."""
+    """One expert has every row: row times column exceeds 32 bits. TMA stores the last rows if 128
+    divides their number; otherwise 100 rows remain, which are stored one by one."""
     n, k = 7168, 128
     a, b = fp8(rows, k), fp8(1, n, k)
     a_scale = torch.rand(1, rows, device="cuda")
@@ -153,7 +152,7 @@ def test_rows_past_two_to_the_31_elements(rows):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_swiglu_quant_of_what_is_not_finite(bad):
-    """As the model: a NaN takes no part in its block's scale."""
+    """The kernel agrees with the model: a NaN does not count for its block's scale."""
     g = torch.randn(3, 4096, device="cuda").bfloat16()
     g[1, 130] = bad
     results = []

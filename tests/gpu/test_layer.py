@@ -38,10 +38,10 @@ MODULES = {**UNFUSED, "fused": v5, "hifi": v6}
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 STAGE_COSINE, STAGE_DIFF = 0.99999, 1e-5
-"""Of each stage against the model, fed with the same inputs."""
+"""Bounds for each stage against the model, on the same inputs."""
 
 LAYER_COSINE, LAYER_DIFF = 0.9997, 3e-4
-"""Of the whole layer against the model.
+"""Bounds for the whole layer against the model.
 
 The tensor cores of Hopper add FP8 products in an accumulator of about 14 bits, the model adds them
 exactly. That makes a relative difference of 1.7e-3 in the first GEMM's output (calc_diff 1.4e-6,
@@ -115,7 +115,7 @@ def model_of(inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor
 
 
 def waits_of(module, inputs: MoeInputs) -> list[str]:
-    """What torch says of every call of its own in which the host waits, in a second run."""
+    """Return torch's warnings of calls in which the host waits, in a second run."""
     output = new_output(inputs)
     module.run(*inputs, output)
     with warnings.catch_warnings(record=True) as caught:
@@ -125,27 +125,27 @@ def waits_of(module, inputs: MoeInputs) -> list[str]:
             module.run(*inputs, output)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    said = [str(warning.message) for warning in caught]
-    return [message for message in said if "called a synchronizing" in message]
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "called a synchronizing" in message]
 
 
 def check_replays(module, cases: list[MoeInputs], wanted: list[torch.Tensor]) -> None:
     """The whole call, routing included, captured once with the first inputs and replayed for all,
     which have as many tokens."""
     changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
-    held = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
-    output = new_output(held)
+    static = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
+    output = new_output(static)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        module.run(*held, output)  # warm up outside the capture
+        module.run(*static, output)  # warm up outside the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        module.run(*held, output)
+        module.run(*static, output)
     for inputs, expected in zip(cases, wanted, strict=True):
         for name in changing:
-            getattr(held, name).copy_(getattr(inputs, name))
+            getattr(static, name).copy_(getattr(inputs, name))
         output.fill_(torch.nan)
         graph.replay()
         assert torch.equal(output, expected)
@@ -208,15 +208,15 @@ def worst(request) -> Iterator[Worst]:
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """For comparisons of what may be NaN."""
+    """Return the bytes, which compare equal even for NaN."""
     return x.view(torch.uint8)
 
 
 class Compared:
-    """In place of the steps after the routing: the model repeats every call on the same inputs, and
+    """Replaces the steps after the routing. The model repeats every call on the same inputs, and
     the results must agree.
 
-    What belongs to no pair must not change.
+    Rows of no pair must not change.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, worst: Worst) -> None:
@@ -334,8 +334,8 @@ def test_routing_is_that_of_the_cpu(make_inputs):
     ids=["v2", "v3", "flat", "fused", "hifi"],
 )
 def test_waits_for_the_gpu(module, waits, make_inputs):
-    said = waits_of(module, make_inputs(61))
-    assert len(said) == waits, said
+    warned = waits_of(module, make_inputs(61))
+    assert len(warned) == waits, warned
 
 
 @pytest.mark.parametrize("tokens", [1, 61, 129])

@@ -38,7 +38,7 @@ COUNT = int(os.environ.get("MOE_FP8_FUZZ", "2"))
 PROCESSES = 8
 TENSORS = MoeInputs._fields[:8]
 NAN = 0x7F
-"""Of float8_e4m3fn, which has no infinity."""
+"""The NaN of float8_e4m3fn, which has no infinity."""
 DIFFERENT = {"flat": v4, "fused": v5, "hifi": v6}
 """v1 to v3 are bitwise equal to flat."""
 
@@ -157,11 +157,11 @@ def guarded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_inputs):
     inputs = make_inputs(tokens)
     pairs = {name: guarded(getattr(inputs, name)) for name in TENSORS}
-    held = inputs._replace(**{name: tensor for name, (_, tensor) in pairs.items()})
+    padded = inputs._replace(**{name: tensor for name, (_, tensor) in pairs.items()})
     for of, module in MODULES.items():
         wanted = output_of(module, inputs)
         around, output = guarded(new_output(inputs))
-        module.run(*held, output)
+        module.run(*padded, output)
         assert torch.equal(output, wanted), f"{of} reads what is around its arguments"
         pads = {"output": around} | {name: memory for name, (memory, _) in pairs.items()}
         for name, memory in pads.items():
@@ -175,7 +175,7 @@ def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_in
 @pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x00])
 @pytest.mark.parametrize("tokens", [7, 901])
 def test_what_others_left_in_memory(tokens, byte, make_inputs):
-    """Whatever torch's allocator hands out: small pieces and large ones, none of them clean."""
+    """The allocator hands out used memory, small pieces and large ones."""
     inputs = make_inputs(tokens)
     wanted = {of: output_of(module, inputs) for of, module in MODULES.items()}
     for of, module in MODULES.items():
@@ -190,8 +190,8 @@ def test_what_others_left_in_memory(tokens, byte, make_inputs):
 
 @pytest.fixture
 def full() -> Iterator[list[torch.Tensor]]:
-    """All of this process's GPU memory taken: to be released by clearing the list."""
-    taken: list[torch.Tensor] = []
+    """Take all of this process's GPU memory; to clear the list releases it."""
+    blocks: list[torch.Tensor] = []
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
@@ -200,12 +200,12 @@ def full() -> Iterator[list[torch.Tensor]]:
         for size in (2**exponent for exponent in range(34, 19, -1)):
             while True:  # what is free within the memory that torch has
                 try:
-                    taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                    blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
                 except torch.OutOfMemoryError:
                     break
-        yield taken
+        yield blocks
     finally:
-        taken.clear()
+        blocks.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
 
@@ -234,8 +234,8 @@ def test_a_call_without_memory_fails_and_the_next_one_is_right(prepared, full):
 
 @pytest.mark.parametrize("module", [v5, v6], ids=["fused", "hifi"])
 def test_any_number_of_tokens(module, make_inputs):
-    """One chunk of tokens, two that hardly differ from one, and eight; the first tokens, the last
-    ones and those on both sides of a border as alone."""
+    """Numbers of tokens within one chunk, just past it, and of eight chunks. The first tokens, the
+    last and those around a chunk's border have the bits of a call alone."""
     pool = make_inputs(131072)
     for tokens in (0, 1, 2, 16383, 16384, 16385, 32769, 131072):
         inputs = part_of(pool, slice(0, tokens))
@@ -332,29 +332,29 @@ def test_random_problem(seed):
 
 
 def digest(calls: int = 20) -> str:
-    """Of the outputs of flat and fused at two sizes; each call gives the bits of the first."""
+    """Return a digest of the outputs of flat and fused at two sizes, after `calls` repeats."""
     generator = torch.Generator("cuda").manual_seed(0)
     e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
 
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(dims, generator=generator, device="cuda")
 
-    held = (
+    weights = (
         random_fp8(generator, e, 2 * i, h), normal(e, 2 * i // 128, h // 128),
         random_fp8(generator, e, h, i), normal(e, h // 128, i // 128),
     )  # fmt: skip
-    found = hashlib.sha256()
+    outputs = hashlib.sha256()
     for tokens in (7, 80):
         inputs = MoeInputs(
             normal(tokens, 256), normal(256).bfloat16(),
-            random_fp8(generator, tokens, h), normal(h // 128, tokens), *held, 64, 2.5,
+            random_fp8(generator, tokens, h), normal(h // 128, tokens), *weights, 64, 2.5,
         )  # fmt: skip
         for module in (v4, v5):
             first = output_of(module, inputs)
             for _ in range(calls):
                 assert torch.equal(output_of(module, inputs), first)
-            found.update(first.view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+            outputs.update(first.view(torch.uint8).cpu().numpy().tobytes())
+    return outputs.hexdigest()
 
 
 def start(code: str, log: Path) -> subprocess.Popen:

@@ -128,16 +128,16 @@ def test_a_call_that_the_cache_would_hasten_is_timed_cold(chains) -> None:
     follow(chains[0])(out)  # compiled before it is timed
     from_memory = median(once(follow(chain), out) for chain in chains[1:])
     from_cache = median(once(follow(chains[-1]), out) for _ in range(REPEATS))
-    said = f"{from_memory=:.3f} ms, {from_cache=:.3f} ms"
-    assert from_cache < 0.75 * from_memory, f"the cache hastens nothing here: {said}"
+    times = f"{from_memory=:.3f} ms, {from_cache=:.3f} ms"
+    assert from_cache < 0.75 * from_memory, f"the cache hastens nothing here: {times}"
     ms, method = by_device_time(follow(chains[0]), out)
     assert method == "graph"
-    assert ms == pytest.approx(from_memory, rel=0.2), (ms, said)
-    assert ms > 1.25 * from_cache, (ms, said)
+    assert ms == pytest.approx(from_memory, rel=0.2), (ms, times)
+    assert ms > 1.25 * from_cache, (ms, times)
 
 
 def test_a_graph_takes_as_long_however_slow_its_host_is() -> None:
-    """Of an engine's decode step; the host sleeps between replays, not during a launch."""
+    """The graph is an engine's decode step. The host sleeps between replays, not in a launch."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.cuda._sleep(CYCLES)

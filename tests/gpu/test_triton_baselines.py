@@ -99,7 +99,7 @@ def test_in_a_cuda_graph(module, make_inputs):
 
 
 def test_tiles(make_inputs, monkeypatch):
-    """One of each kind that the tuning tries: they differ in the order of sums at most."""
+    """One tile of each kind that the tuning tries. They differ in the order of sums at most."""
     from moe_fp8.baselines.triton_gemm import TileConfig
 
     inputs = make_inputs(80, seed=6)

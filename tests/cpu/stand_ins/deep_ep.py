@@ -1,7 +1,7 @@
-"""What `expert_parallel_moe` calls of DeepEP 1.2.1, over gloo on the CPU.
+"""The part of DeepEP 1.2.1 that `expert_parallel_moe` calls, over gloo on the CPU.
 
-As the package has it: types and shapes of the arguments, tokens received in the order of the ranks,
-sums in float32 in the order of the ranks.
+The types and shapes of the arguments are the package's. Tokens are received in the order of the
+ranks, and sums are made in float32 in that order.
 """
 
 from dataclasses import dataclass

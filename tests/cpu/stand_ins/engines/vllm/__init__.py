@@ -1,6 +1,6 @@
-"""As much of vLLM as `run.py serve` uses: one layer of experts on CPU tensors, whose tokens follow
+"""The part of vLLM that `run.py serve` uses: one layer of experts on CPU tensors. Its tokens follow
 from the prompts. Ours compiles two kernels at its start, one for the prefill of `LATE` tokens, one
-where log-probabilities are asked for. What a test wants to go wrong stands in `STAND_IN`."""
+if log-probabilities are asked for. The variable `STAND_IN` names the fault that a test wants."""
 
 import importlib.metadata
 import os
@@ -61,7 +61,7 @@ class LLM:
         if self.wrong == "does not start":
             raise RuntimeError("no room for the model")
         for entry in importlib.metadata.entry_points(group="vllm.general_plugins"):
-            if not entry.value.startswith("moe_fp8.integrations"):  # which wants the real one
+            if not entry.value.startswith("moe_fp8."):  # it needs the real vLLM
                 entry.load()()
         self.worker = pkgutil.resolve_name(options["worker_extension_cls"])()
         self.model = Model()
