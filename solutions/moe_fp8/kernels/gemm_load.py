@@ -227,6 +227,7 @@ class GemmLoad:
         queue_state = tile_sched.queue_state()
         ready = args.ready
         if cutlass.const_expr(ready is not None):
+            # Before this kernel has waited for the previous one: `sync` says why that is allowed.
             cute.arch.griddepcontrol_launch_dependents()
             if cutlass.const_expr(ready.writable_rows is not None):
                 # Must come before the first copy, or the consumers store over rows that the
@@ -514,6 +515,7 @@ class SlicedRows(ContiguousRows):
                         tma_bar_ptr=full,
                         mcast_mask=copies.mask,
                     )
+        # The scales of all slices come: there are too few to divide.
         self._copy_sfa(operand, copies, kb, full, state)
 
 
