@@ -30,7 +30,7 @@ CPU_FIELDS = {
     *("vendor_id", "cpu family", "model", "flags"),  # x86
     *("CPU implementer", "CPU part", "Features"),  # Arm
 }
-"""Its lines that say which instructions a CPU has."""
+"""The lines of that file that say which instructions a CPU has."""
 
 
 DSL_TYPES = {

@@ -54,7 +54,7 @@ the MMA run on while a tile is stored."""
 
 
 class Schedule(enum.Enum):
-    """Which tile a cluster computes after the one it has."""
+    """The order in which clusters get tiles."""
 
     STATIC = "static"
     """Round robin: tile i belongs to cluster i, modulo the number of clusters."""
@@ -352,7 +352,7 @@ class GemmConfigSm100(GemmConfig):
     producer_warpgroups = 2
     """One that loads, as on Hopper, and one with the MMA and the token scales."""
     split_sfa = True
-    """They are read after the MMA, when their stage of rows may have been filled again."""
+    """Scales are read after the MMA, when their stage of rows may have been filled again."""
     stage_readers = 1
     """The MMA."""
 

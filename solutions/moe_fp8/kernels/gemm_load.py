@@ -59,7 +59,7 @@ A_WARPS = (0, 3)
 B_WARP = 1
 SCHEDULER_WARP = 2
 SIDE_JOB_WARP = A_WARPS[-1]
-"""It is free, because with a side job only one warp loads A."""
+"""The warp of a side job: free, because with a side job only one warp loads A."""
 SLICE_ROWS = 64
 """Rows of a slice: a consumer warpgroup's part of a tile where tokens are the MMA's rows."""
 SWIZZLE_ALIGN = 1024
@@ -227,6 +227,7 @@ class GemmLoad:
         queue_state = tile_sched.queue_state()
         ready = args.ready
         if cutlass.const_expr(ready is not None):
+            # Before this kernel has waited for the previous one: `sync` says why that is allowed.
             cute.arch.griddepcontrol_launch_dependents()
             if cutlass.const_expr(ready.writable_rows is not None):
                 # Must come before the first copy, or the consumers store over rows that the
@@ -514,6 +515,7 @@ class SlicedRows(ContiguousRows):
                         tma_bar_ptr=full,
                         mcast_mask=copies.mask,
                     )
+        # The scales of all slices come: there are too few to divide.
         self._copy_sfa(operand, copies, kb, full, state)
 
 
@@ -645,7 +647,7 @@ class GatheredRows:
         cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
 
     def _scales(self, operand: TokensByRow, kb) -> tuple[cute.Pointer, Any]:
-        """(the first scale of K block `kb`, the distance between neighbouring tokens' scales)."""
+        """Return (first scale of K block `kb`, distance between neighbouring tokens' scales)."""
         block_stride, token_stride = operand.x_scale.stride
         if isinstance(token_stride, int):  # known when it is compiled: contiguous
             block_stride = cute.size(operand.x_scale, mode=[1])

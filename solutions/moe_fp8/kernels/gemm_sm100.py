@@ -71,7 +71,7 @@ UMMA_K = 32
 MMA_WARP = WARPGROUP_WARPS
 SFA_WARP = WARPGROUP_WARPS + 1
 TMEM_LANE = 1 << 16
-"""From a lane of tensor memory to the next one, in its addresses."""
+"""Distance between the addresses of neighbouring lanes of tensor memory."""
 
 
 class Pipelines(NamedTuple):

@@ -21,7 +21,7 @@ One K block, stage s, in the order of this file:
     loading warps               a consumer warpgroup
     wait for empty[s]           _mainloop     wait for full[s]
     expect bytes at full[s]     _load_scales  scales = SFA * SFB, from shared memory to registers
-    copy A, SFA, B to s         _issue_wgmma  accum = A @ B^T by four WGMMA (k = 32)
+    copy A, SFA, B to s         _issue_wgmma  accum = A @ B^T, four WGMMA (k = 32) a term
                                 _mainloop     wait for the WGMMA, arrive at empty[s]
                                 _promote      acc += scales * accum, in float32
 

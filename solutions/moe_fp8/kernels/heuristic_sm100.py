@@ -1,4 +1,4 @@
-"""Which GEMM config Blackwell takes for how many rows an expert has.
+"""Picks a GEMM config on Blackwell by the rows that an expert has.
 
 No Blackwell GPU was at hand. The bounds of few rows are those measured on an H200, where operands
 are swapped for the same reason: a GEMM of few rows waits for its weights. The others follow from

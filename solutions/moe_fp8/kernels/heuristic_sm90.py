@@ -1,4 +1,4 @@
-"""Which GEMM config Hopper takes for how many rows an expert has.
+"""Picks a GEMM config on Hopper by the rows that an expert has.
 
 docs/notes/gemm_sm90.md and docs/notes/fused.md have the measurements behind every number (H200).
 """

@@ -1,4 +1,8 @@
-"""Which output tile a persistent CTA computes next, from row counts that only the device knows."""
+"""The tile scheduler: gives CTAs their tiles, from row counts that only the device knows.
+
+Every warp that works on tiles looks them up itself, in registers. With a dynamic schedule one warp
+of a cluster asks for the next tile and sends it to all of them (`TileQueue`).
+"""
 
 from collections.abc import Callable
 from copy import copy
@@ -105,12 +109,12 @@ class TileScheduler:
         return carried
 
     def cta_in_cluster(self) -> tuple[Int32, Int32]:
-        """(row, column) of this CTA in its cluster."""
+        """Return (row, column) of this CTA in its cluster."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return rank % self.config.cluster_m, rank // self.config.cluster_m
 
     def first(self) -> tuple[Int32, Int32, Int32]:
-        """(this cluster's first tile, the distance to its next one, all tiles).
+        """Return (this cluster's first tile, the distance to its next one, all tiles).
 
         In whole waves, clusters that get no tile start behind the last one.
         """
@@ -128,13 +132,13 @@ class TileScheduler:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
 
     def next(self, linear: Int32, stride: Int32, queue_state):
-        """(this cluster's tile after `linear`, the state of the queue after it)."""
+        """Return (this cluster's tile after `linear`, the state of the queue after it)."""
         if cutlass.const_expr(self.config.dynamic):
             return self.queue.take(queue_state)
         return linear + stride, queue_state
 
     def tile(self, linear: Int32, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
-        """This CTA's part of a cluster's tile. Its `rows` is not positive where it has none.
+        """Return this CTA's part of a cluster's tile. Its `rows` is not positive where it has none.
 
         With `shared` a CTA outside the columns has rows, too: it loads its share of A for the other
         CTAs of its row in the cluster.
@@ -242,7 +246,8 @@ class ExpertTiles:
         )
 
     def _experts_of_a_lane(self, linear: Int32) -> tuple["LaneTiles", Int32]:
-        """(the experts of the lane that has tile `linear`, one a lane; the first one's number)."""
+        """Return (the experts of the lane that has tile `linear`, one a lane; the first one's
+        number)."""
         share = experts_per_lane(self.experts)
         before = cute.arch.vote_ballot_sync(Boolean(self.lane.end <= linear))
         owner = cute.arch.make_warp_uniform(cute.arch.popc(before))
@@ -268,7 +273,7 @@ def experts_per_lane(experts: int) -> int:
 
 
 def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
-    """(first row, row count) of this lane's expert, if it has only one; 0 rows where it has none.
+    """Return (first row, row count) of this lane's expert, if it has only one; 0 rows if none.
 
     It loads from global memory. `ExpertTiles` does not, so that this load can be issued early.
     """
@@ -279,7 +284,8 @@ def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
 def _rows_of(
     expert_rows: cute.Tensor, lane: Int32, first: Int32, lanes: int
 ) -> tuple[Int32, Int32]:
-    """(first row, row count) of expert `first + lane`; 0 rows in lanes past `lanes` or the last."""
+    """Return (first row, row count) of expert `first + lane`; 0 rows in lanes past `lanes` or the
+    last."""
     row, count = Int32(0), Int32(0)
     expert = first + lane
     if lane < lanes and expert < cute.size(expert_rows, mode=[1]):
@@ -379,7 +385,7 @@ class TileQueue:
 
     @cute.jit
     def take(self, state):
-        """(the cluster's next tile or a number past the last, the queue's state after it)."""
+        """Return (the cluster's next tile or a number past the last, the queue's next state)."""
         self.pipe.consumer_wait(state)
         linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
         cute.arch.sync_warp()
