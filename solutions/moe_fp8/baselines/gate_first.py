@@ -10,9 +10,9 @@ CTAS = 1024
 
 
 @triton.jit
-def _gate_first(g, rows, HALF: tl.constexpr, TILE: tl.constexpr):
+def _gate_first(g, rows, HALF: tl.constexpr, BLOCK: tl.constexpr):
     count = tl.load(rows)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HALF
     row = tl.program_id(0).to(tl.int64)
     while row < count:
@@ -31,4 +31,4 @@ def gate_first(
     half = g.shape[1] // 2
     column_blocks = triton.cdiv(half, SWAP_COLUMNS)
     grid = (min(g.shape[0], CTAS // column_blocks), column_blocks)
-    _gate_first[grid](g, rows, HALF=half, TILE=SWAP_COLUMNS)
+    _gate_first[grid](g, rows, HALF=half, BLOCK=SWAP_COLUMNS)

@@ -70,16 +70,16 @@ def _align_kernel(
     start = tl.cumsum(padded, 0) - padded
 
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_flat = (r[:, None] >= first[None, :]) & (r[:, None] < (first + count)[None, :])
-    shift = tl.sum(tl.where(in_flat, (start - first)[None, :], 0), 1)
+    of_flat = (r[:, None] >= first[None, :]) & (r[:, None] < (first + count)[None, :])
+    shift = tl.sum(tl.where(of_flat, (start - first)[None, :], 0), 1)
     tl.store(pair_row + r, r + shift, mask=r < total)
 
-    in_aligned = (r[:, None] >= start[None, :]) & (r[:, None] < (start + count)[None, :])
-    used = tl.sum(in_aligned.to(tl.int32), 1) > 0
-    back = tl.sum(tl.where(in_aligned, (first - start)[None, :], 0), 1)
-    expert = tl.sum(tl.where(in_aligned, lane[None, :], 0), 1)
-    tl.store(token_of_row + r, tl.where(used, r + back, -1), mask=r < bound)
-    tl.store(expert_of_row + r, tl.where(used, expert, -1), mask=r < bound)
+    of_aligned = (r[:, None] >= start[None, :]) & (r[:, None] < (start + count)[None, :])
+    held = tl.sum(of_aligned.to(tl.int32), 1) > 0
+    back = tl.sum(tl.where(of_aligned, (first - start)[None, :], 0), 1)
+    expert = tl.sum(tl.where(of_aligned, lane[None, :], 0), 1)
+    tl.store(token_of_row + r, tl.where(held, r + back, -1), mask=r < bound)
+    tl.store(expert_of_row + r, tl.where(held, expert, -1), mask=r < bound)
 
     if tl.program_id(0) == 0:
         tl.store(aligned_indptr + lane, start, mask=is_expert)

@@ -155,7 +155,7 @@ def route(
         EXPERTS=shape.num_experts,
         GROUPS=shape.n_group,
         GROUP=triton.next_power_of_2(shape.group_size),
-        TOP_GROUPS=shape.topk_group,
+        KEPT=shape.topk_group,
         RENORMALIZE=shape.routing == "renormalize",
         TOP_K=shape.top_k,
         SLOTS=triton.next_power_of_2(shape.top_k),
@@ -179,7 +179,7 @@ def _route_kernel(
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -218,8 +218,8 @@ def _route_kernel(
     own = group_score[:, :, None]
     other = group_score[:, None, :]
     ahead = (other > own) | ((other == own) & (group[None, None, :] < group[None, :, None]))
-    is_top = tl.sum(ahead.to(tl.int32), 2) < TOP_GROUPS
-    candidates = tl.where(is_top[:, :, None], grouped, float("-inf"))
+    kept = tl.sum(ahead.to(tl.int32), 2) < KEPT
+    candidates = tl.where(kept[:, :, None], grouped, float("-inf"))
     candidates = tl.reshape(candidates, (TOKENS, GROUPS * GROUP))
 
     slot = tl.arange(0, SLOTS)
