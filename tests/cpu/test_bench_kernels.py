@@ -18,7 +18,7 @@ from scripts.data.traces import read_results
 BREAKAGES = {
     "the combine waits for nothing": ("combine.py", "wait_for_previous()", "pass", "global-race"),
     "gate and up are exchanged": (
-        "swiglu_epilogue.py",
+        "epilogue.py",
         "gate, up = (first, second)",
         "up, gate = (first, second)",
         "matched ratio 0",

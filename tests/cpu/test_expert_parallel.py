@@ -379,7 +379,7 @@ def refused_rank(rank: int, ranks: int, folder: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> list[dict[str, str]]:
+def messages(tmp_path_factory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("refused")
     world(refused_rank, 3, folder, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]

@@ -362,7 +362,7 @@ def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
     what = plan.choose(ROOT, False, workloads=["1"])
     names = {s.name for s in what.solutions}
-    assert names == {g.name for g in pack.generations() if g.path.parent == pack.PACKAGE_DIR}
+    assert names == {g.name for g in pack.generations() if g.path.parent.name == "ladder"}
     assert what.pairs == {(what.workloads[0].workload.uuid, name) for name in names}
     left_out = capsys.readouterr().err
     assert "triton_moe" in left_out and ": needs a GPU" in left_out

@@ -396,7 +396,10 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
 
 
 LAYERS = {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe", "hpc_ops_moe"}
-PACKED = {CONTIGUOUS: {"flat", "deepgemm_contiguous"}, MASKED: {"batched", "deepgemm_masked"}}
+PACKED = {
+    CONTIGUOUS: {"contiguous", "deepgemm_contiguous"},
+    MASKED: {"masked", "deepgemm_masked"},
+}
 OTHERS = [*KINDS, *GEMMS]
 
 
@@ -462,8 +465,7 @@ assert not any(m == "moe_fp8" or m.startswith("moe_fp8.") for m in sys.modules),
 
 @pytest.mark.large_memory
 def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
-    own = [g.name for g in GENERATIONS.values() if g.path.parent == PACKAGE_DIR]
-    packed = pack.write_packed(own, output=tmp_path / "packed", build=False)
+    packed = pack.write_packed(OWN, output=tmp_path / "packed", build=False)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["FIB_CACHE_PATH"] = str(tmp_path / "cache")
     command = [sys.executable, "-c", CALL_BUNDLES, ROOT / DEFAULT.path, Path(__file__).parent]

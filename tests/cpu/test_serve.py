@@ -615,7 +615,7 @@ def test_the_graph_of_a_step_is_what_is_replayed_in_every_step(
         duration: float
 
         def replay(self) -> None:
-            clock.now += self.taken
+            clock.now += self.duration
 
     clock, steps = Clock(), [Graph(duration) for duration in graphs_of_a_step]
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
