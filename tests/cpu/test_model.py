@@ -62,8 +62,8 @@ def test_grouped_gemm_over_more_rows_than_are_computed_at_once(monkeypatch):
     operands = gemm_operands([200, 7], 256, 256, 256)
     reference.grouped_gemm(*operands)
     whole = operands[4].clone()
-    monkeypatch.setattr(reference, "ROWS", 64)
-    monkeypatch.setattr(reference, "COLUMNS", 128)
+    monkeypatch.setattr(reference, "GEMM_ROWS", 64)
+    monkeypatch.setattr(reference, "GEMM_COLUMNS", 128)
     operands[4].fill_(777.0)
     reference.grouped_gemm(*operands)
     assert calc_diff(operands[4], whole) < 1e-9
