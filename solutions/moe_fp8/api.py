@@ -36,11 +36,15 @@ E8M0 = torch.float8_e8m0fnu
 I32, I64 = torch.int32, torch.int64
 # Names of this module: the host waits for memory in every look-up.
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-dispatch_modes = torch._C._len_torch_dispatch_stack
-pre_dispatch_modes = torch._ops.mode_stack_state_for_pre_dispatch().count
-transform = torch._C._functorch.peek_interpreter_stack
+included_keys = torch._C._dispatch_tls_local_include_set
 any_requires_grad = torch._C._any_requires_grad
 increment_version = torch._C._increment_version
+BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+USUAL_KEYS = {
+    BACKEND_SELECT.raw_repr(),  # in inference mode
+    BACKEND_SELECT.add(torch._C.DispatchKey.ADInplaceOrView).raw_repr(),
+}
+"""Dispatch keys that torch includes where no mode, tracer or transform looks at calls."""
 NO_KEY = (AttributeError, RuntimeError, TypeError)
 """Exceptions of `_layers_seen`: no tensor, a nested one, an option that cannot be hashed."""
 
@@ -159,7 +163,7 @@ def fused_moe(
     if not is_dynamo_compiling():
         try:
             seen = _layers_seen(
-                routing_logits.shape, gemm1_weights.shape, n_group, topk_group, top_k,
+                gemm1_weights.shape, n_group, topk_group, top_k,
                 gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
@@ -244,7 +248,7 @@ def experts(
     if not is_dynamo_compiling():
         try:
             seen = _layers_seen(
-                topk_ids.shape, w13.shape, num_experts, expert_map is None,
+                w13.shape, num_experts, expert_map is None,
                 gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
@@ -321,7 +325,7 @@ def batched_experts(
     if not is_dynamo_compiling() and type(expected_m) is int and expected_m > 0:
         try:
             seen = _layers_seen(
-                x.shape, w13.shape,
+                w13.shape,
                 gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
@@ -341,10 +345,10 @@ def batched_experts(
 
 @functools.lru_cache(maxsize=1024, typed=True)  # 8.0, which is refused, is not the 8 of before
 def _layers_seen(*key: Any) -> list[FusedLayer]:
-    """Return the layer that made the last call with these sizes and options; empty at first.
+    """Return the layer that made the last call with these weights and options; empty at first.
 
-    The memory is small and quick: it saves 10 us a call, in which the GPU waits. Types and layouts
-    are no part of the key, because the compiled function refuses others than its own.
+    Other sizes, types and layouts are no part of the key: the compiled function refuses those of
+    another layer, and the call goes the long way.
     """
     return []
 
@@ -361,9 +365,7 @@ def _called_again(layer: FusedLayer, inputs: Inputs, x: Any, out: Any, is_new: b
     if (
         type(x) is not torch.Tensor
         or forward_ad._current_level >= 0
-        or dispatch_modes()
-        or pre_dispatch_modes()
-        or transform() is not None
+        or included_keys().raw_repr() not in USUAL_KEYS
     ):
         return False
     call = layer.ready_call(inputs, out)
@@ -420,14 +422,17 @@ def _is_traced(first: Any, x: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    around = transform()
+    around = torch._C._functorch.peek_interpreter_stack()
     if around is not None:
         raise RuntimeError(f"expected no transform of torch.func around it, got {around.key()}")
     if type(x) is not torch.Tensor or x.is_meta:
         alike = isinstance(x, torch.Tensor) and x.is_meta == getattr(first, "is_meta", None)
         # A DTensor is refused by name: torch knows no sharding of these operators.
         return alike and not hasattr(x, "device_mesh")
-    return dispatch_modes() > 0 or pre_dispatch_modes() > 0
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
 
 
 def refuse_gradients(inputs: Inputs, out: torch.Tensor | None) -> None:
