@@ -12,7 +12,7 @@ import pandas as pd
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import PREFIX, ROOT, short_name
-from scripts.common.text import markdown, number, say_skipped
+from scripts.common.text import markdown, number, percent, say_skipped
 from scripts.data.rows import BITS, FILE
 from scripts.pack.sources import changed_since, remark
 from scripts.report import plots
@@ -20,7 +20,7 @@ from scripts.report.report import Part, Picture, Section, gemm_figure
 from scripts.table import pivots, tables
 from scripts.table.rank_text import headline, notes, say_clocks
 from scripts.table.recorded import Recorded
-from scripts.table.served import SERVED, checks_table, gains_table, timed_tables
+from scripts.table.served import NOISY, SERVED, checks_table, gains_table, timed_tables
 from scripts.table.tables import Table
 
 GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
@@ -271,13 +271,15 @@ def served(recorded: Recorded, only_gains: bool = False) -> Section:
     when = head["environment"]["time"][:10]
     machine = f"{head['hardware']}, {when}, {', '.join(sorted(engines))}, random weights"
     text = f"{markdown(machine)} {of_rows(recorded, SERVED)}: {markdown(head['method'])}."
+    noisy = f"noisy: a backend's repeats spread by more than {percent(NOISY)}."
     if only_gains:
-        return Section(text=[text], parts=[gains_table(rows)])
+        return Section(text=[f"{text} {noisy}"], parts=[gains_table(rows, short=True)])
     note = (
         "Gain: ours over the best of the engine's own; fastest: the same of each backend's fastest "
-        "repeat, where it was recorded. Spread: the largest of the backends."
+        f"repeat, where it was recorded. Spread: the largest of the backends; {noisy}"
     )
-    return Section(text=[text, note], parts=[*timed_tables(rows), checks_table(rows)])
+    tables_of_rows = [gains_table(rows), *timed_tables(rows), checks_table(rows)]
+    return Section(text=[text, note], parts=tables_of_rows)
 
 
 BLOCKS: Mapping[str, Callable[[Recorded], Section]] = {

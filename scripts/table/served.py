@@ -13,6 +13,8 @@ LARGER_IS_BETTER = ("tokens/s",)
 SERVED = "served"
 """The measurement's name."""
 OWN = ("ours", "accurate")
+NOISY = 0.15
+"""Spread of a backend's repeats above which a gain is marked: the host's other load made it."""
 LONG_PROMPT = 4096
 """Tokens from which on the GPU, not the host, bounds a prefill."""
 GAINS = {
@@ -22,11 +24,17 @@ GAINS = {
     "mixed": "mixed load",
 }
 """Columns of the timed quantities."""
+CASE = ["model", "part", "size", "unit"]
 Row = Mapping[str, Any]
 
 
 def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
-    """Return the rows with a `model` that includes the settings of the server."""
+    """Return the rows with a `name`, the model's, and a `model` that includes the settings of the
+    server.
+
+    vLLM prefers FlashInfer's kernel where experts are spread over ranks: a row says so if none of
+    the backends is FlashInfer's.
+    """
     f = pd.DataFrame(list(rows), dtype=object)
     spread = ", " + f.gpus.astype(str) + " GPUs, " + f.parallel.astype(str) + " parallel"
     model = f.model + ", " + f.layers.astype(str) + " layers" + spread.where(f.gpus > 1, "")
@@ -34,37 +42,50 @@ def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
         model += f.batch_invariant.map({True: ", batch invariant"}).fillna("")
     if "dense" in f:
         model += (", dense layers by " + f.dense).fillna("")
-    return f.assign(model=model)
+    is_flashinfer = f.subject.str.startswith("flashinfer").groupby(model).transform("any")
+    preferred = (f.parallel == "expert") & (f.engine == "vllm") & ~is_flashinfer
+    model += preferred.map({True: ", without FlashInfer", False: ""})
+    return f.assign(name=f.model, model=model)
 
 
 def gains(timed: pd.DataFrame) -> "pd.Series[float]":
     """Return the gain of ours over the best of the engine's own, by model, part, size and unit."""
     f = timed.assign(value=timed.value.astype(float))
-    values = f.pivot(index=["model", "part", "size", "unit"], columns="subject", values="value")
+    values = f.pivot(index=CASE, columns="subject", values="value")
     others = values.drop(columns=list(OWN), errors="ignore")
     ours = values.get("ours", pd.Series(float("nan"), values.index))
     larger = values.index.isin(LARGER_IS_BETTER, level="unit")
     return (others.min(axis=1) / ours).where(~larger, ours / others.max(axis=1))
 
 
-def gains_table(rows: Sequence[Row]) -> Table:
-    """Return a line for each model: ours over the best of the engine's own."""
-    f = frame_of(rows)
-    f = f[f.part.isin(TIMED)]
-    frame = gains(f).dropna().reset_index(name="gain")
+def gains_table(rows: Sequence[Row], short: bool = False) -> Table:
+    """Return a line for each model: ours over the best of the engine's own.
+
+    Args:
+        short: only one GPU and the engine's default kernels, and of each model the most layers.
+    """
+    f = frame_of([row for row in rows if row["part"] in TIMED])
+    if short:
+        f = f[(f.gpus == 1) & f.model.isin(f.model[f.subject == "engine"])]
+        f = f[f.layers == f.groupby("name").layers.transform("max")]
+    spread = f.groupby(CASE).spread.max()
+    frame = pd.DataFrame({"gain": gains(f), "spread": spread}).dropna().reset_index()
     frame = frame[(frame.part != "prefill") | (frame["size"] >= LONG_PROMPT)]
-    wide = frame.groupby(["model", "part"]).gain.agg(between).unstack().rename(columns=GAINS)
+    cells = {key: between(group) for key, group in frame.groupby(["model", "part"])}
+    wide = pd.Series(cells).unstack().rename(columns=GAINS)
     models = [model for model in f.model.unique() if model in wide.index]
     columns = [column for column in GAINS.values() if column in wide]
-    wide = wide.reindex(index=models, columns=columns).astype(object).fillna("-")
+    wide = wide.reindex(index=models, columns=columns).fillna("-")
     title = "Ours over the best of the engine's own kernels, end to end"
     return Table(wide.rename_axis("served").reset_index(), title=title)
 
 
-def between(values: "pd.Series[float]") -> str:
-    """Return the least and the greatest value."""
-    least, most = f"{values.min():.2f}x", f"{values.max():.2f}"
-    return least if least == f"{most}x" else f"{least[:-1]} to {most}x"
+def between(cases: pd.DataFrame) -> str:
+    """Return the least and the greatest gain, marked if one of the two is noisy."""
+    ends = cases.loc[[cases.gain.idxmin(), cases.gain.idxmax()]]
+    least, most = (f"{gain:.2f}" for gain in ends.gain)
+    cell = f"{least}x" if least == most else f"{least} to {most}x"
+    return f"{cell} (noisy)" if (ends.spread > NOISY).any() else cell
 
 
 def timed_tables(rows: Sequence[Row]) -> list[Table]:
@@ -84,12 +105,14 @@ def timed_table(model: str, f: pd.DataFrame) -> Table:
     values = values.reindex(index=f.subject.unique(), columns=columns)
     forms = {column: ",.0f" if column[-1] in LARGER_IS_BETTER else ".2f" for column in columns}
     frame = values.apply(lambda column_values: numbers(column_values, forms[column_values.name]))
-    frame.loc["gain"] = numbers(gains(f).droplevel("model").reindex(columns), unit="x")
+    spread = f.groupby(case).spread.max().reindex(columns)
+    marks = (spread > NOISY).map({True: " (noisy)", False: ""})
+    frame.loc["gain"] = numbers(gains(f).droplevel("model").reindex(columns), unit="x") + marks
     if "least" in f and f.least.notna().all():  # not in older records
         fastest = f.most.where(f.unit.isin(LARGER_IS_BETTER), f.least)
         of_fastest = gains(f.assign(value=fastest)).droplevel("model").reindex(columns)
         frame.loc["gain, fastest"] = numbers(of_fastest, unit="x")
-    frame.loc["spread"] = f.groupby(case).spread.max().reindex(columns).map(percent)
+    frame.loc["spread"] = spread.map(percent)
     units = dict.fromkeys(f"{part} in {unit}" for part, _, unit in columns)
     frame.columns = [f"{part} {size}" for part, size, _ in columns]
     frame = frame.rename_axis("backend").reset_index()

@@ -484,7 +484,14 @@ def test_one_call_of_a_layer_is_checked():
 
 
 def row(backend: str, what: str, size: Any, value: Any, unit: str = "ms", **more: Any) -> dict:
-    head = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "subject": backend}
+    head = {
+        "engine": "vllm",
+        "model": "m",
+        "layers": 2,
+        "gpus": 1,
+        "parallel": "tensor",
+        "subject": backend,
+    }
     return head | {"part": what, "size": size, "value": value, "unit": unit, "spread": 0.01} | more
 
 
@@ -529,6 +536,46 @@ def test_the_gain_of_prefill_is_that_of_long_prompts():
     assert list(frame["prefill from 4096 tokens"]) == ["1.50 to 2.00x"]
 
 
+def test_a_gain_is_marked_where_the_repeats_of_its_ends_spread_too_far():
+    rows = []
+    for size, gain, spread in ((1, 1.1, 0.2), (2, 1.2, 0.9), (4, 1.3, 0.15)):
+        rows += [row("engine", "decode", size, gain, "ms a step", spread=spread),
+                 row("ours", "decode", size, 1.0, "ms a step", spread=0.01)]  # fmt: skip
+    for cell in ("1.10 to 1.30x (noisy)", "1.20 to 1.30x (noisy)", "1.30x"):
+        assert list(served.gains_table(rows).frame["a decode step"]) == [cell]
+        (timed,) = served.timed_tables(rows)
+        marks = [gain.endswith("(noisy)") for gain in timed.frame.iloc[-2][1:]]
+        assert marks == [row["spread"] > 0.15 for row in rows[::2]]
+        del rows[:2]
+
+
+def test_the_short_table_has_a_line_a_model_with_the_most_layers_on_one_gpu():
+    cases: list[dict[str, Any]] = [
+        {"layers": 2}, {"layers": 4}, {"layers": 8, "dense": "DeepGEMM"}, {"layers": 9, "gpus": 2},
+        {"model": "n", "layers": 1},
+    ]  # fmt: skip
+    rows = []
+    for case in cases:
+        engine = "deep_gemm" if "dense" in case else "engine"
+        rows += [row(engine, "decode", 1, 2.0, "ms a step", **case),
+                 row("ours", "decode", 1, 1.0, "ms a step", **case)]  # fmt: skip
+    assert len(served.gains_table(rows).frame) == 5
+    short = served.gains_table(rows, short=True).frame
+    assert list(short.served) == ["m, 4 layers", "n, 1 layers"]
+
+
+def test_experts_over_ranks_without_flashinfer_are_named_so():
+    of_ranks = {"gpus": 2, "parallel": "expert"}
+    rows = [row(subject, "decode", 1, 1.0, "ms a step", **of_ranks)
+            for subject in ("engine", "ours")]  # fmt: skip
+    name = "m, 2 layers, 2 GPUs, expert parallel"
+    assert list(served.gains_table(rows).frame.served) == [f"{name}, without FlashInfer"]
+    rows.append(row("flashinfer_cutlass", "decode", 1, 1.0, "ms a step", **of_ranks))
+    assert list(served.gains_table(rows).frame.served) == [name]
+    sglang = [of_rank | {"engine": "sglang"} for of_rank in rows[:2]]
+    assert list(served.gains_table(sglang).frame.served) == [name]
+
+
 def test_of_the_layers_the_worst_is_named():
     what = "calc_diff of a layer"
     rows = [row("ours", what, n, value, "") for n, value in enumerate((1e-4, 3e-4, 2e-4))]
@@ -541,7 +588,7 @@ def test_of_the_layers_the_worst_is_named():
     assert table.to_numpy().tolist() == [
         ["m, 2 layers", "ours", "3.00e-04 (layer 1)", "12.5 s", "-"],
         ["m, 2 layers", "engine", "-", "8 s", "-"],
-        ["m, 2 layers, 2 GPUs, expert parallel", "ours", "-", "-", "no"],
+        ["m, 2 layers, 2 GPUs, expert parallel, without FlashInfer", "ours", "-", "-", "no"],
         ["m, 2 layers, batch invariant", "ours", "-", "-", "yes"],
         ["m, 2 layers, dense layers by DeepGEMM", "ours", "-", "-", "yes"],
     ]
