@@ -25,6 +25,7 @@ from scripts.table.tables import Table
 
 GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
 LADDER_TOKENS = (1, 80, 901, 14107)
+TIMELINE_TOKENS = (1, 901)
 FORM = "experts"
 MANY_EXPERTS = 16
 """Active experts from which on the weights alone keep the whole GPU reading."""
@@ -189,6 +190,16 @@ def gemm_plot(recorded: Recorded) -> Section:
     )
 
 
+def timeline(recorded: Recorded) -> Section:
+    """Return the kernels of a call on a time line, or nothing if the record has none."""
+    if pivots.KERNELS not in recorded.rows:
+        return NOTHING
+    draw = partial(plots.timeline_figure, recorded.rows, f"{PREFIX}fused", TIMELINE_TOKENS)
+    counts = " and ".join(map(str, TIMELINE_TOKENS))
+    what = f"When each kernel of a call of fused runs, at T = {counts}"
+    return Section(parts=[Picture(draw, "", "", "timeline.png", what)])
+
+
 def measured(recorded: Recorded, name: str, text: str) -> str:
     """Return the machine and day of a sweep, its place, and the subjects that it lacks."""
     rows = recorded.rows
@@ -290,6 +301,7 @@ BLOCKS: Mapping[str, Callable[[Recorded], Section]] = {
     "gemm_layers": gemm_layers,
     "gemm_study": gemm_study,
     "gemm_plot": gemm_plot,
+    "timeline": timeline,
     **{name: partial(sweep, name) for name in SWEEPS},
     "models": models,
     "served": served,

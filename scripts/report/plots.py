@@ -16,10 +16,12 @@ from scripts.common.text import printable
 from scripts.data.results import Clock
 from scripts.data.rows import Rows
 from scripts.table.pivots import (
+    KERNELS,
     SWEEP,
     called,
     compute_bound,
     fastest_first,
+    launches,
     peers_of,
     roofline_of,
     wide,
@@ -147,6 +149,22 @@ def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
     figure.legend(
         handles, labels, fontsize=9, loc="outside lower center", ncols=columns, frameon=False
     )
+
+
+def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure":
+    """Draw when each kernel of a call runs, a panel for each number of tokens."""
+    gpu = rows.measurements[KERNELS]["hardware"]
+    title = f"The kernels of one call of {short_name(solution)}, {gpu}"
+    figure, axes = new_figure(len(counts), title, 2.4, grid="x")
+    for ax, tokens in zip(axes, counts, strict=True):
+        f = launches(rows, solution, tokens).reset_index(drop=True)
+        colours = [OUR_COLOURS[0] if "gemm" in part else OUR_COLOURS[1] for part in f.part]
+        ax.barh(f.part, f.end - f.begin, left=f.begin, color=colours, height=0.7)
+        for place, kernel in f.iterrows():
+            ax.text(kernel.end, place, f" {kernel.end - kernel.begin:.1f}", va="center", color=INK)
+        ax.set(title=f"T={tokens}", xlabel="us", xlim=(0.0, 1.06 * f.end.max()))
+        ax.invert_yaxis()
+    return figure
 
 
 def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":

@@ -166,6 +166,8 @@ def models_summary(rows: Rows, name: str) -> Table:
     return Table(frame.rename_axis("layer").reset_index(), title=title)
 
 
+KERNELS = "kernels"
+"""The measurement of a call kernel by kernel."""
 KERNEL_COLUMNS = {
     "us": ("value", 1, ".2f"),
     "gap": ("gap", 1, "+.2f"),
@@ -182,7 +184,7 @@ KERNEL_COLUMNS = {
 def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
     """Return a call's kernels in the order of launch, then the span from the first start to the
     last end, and the call without the profiler."""
-    f = rows.frame("kernels")
+    f = rows.frame(KERNELS)
     f = f[(f.subject == solution) & (f.uuid == uuid) & f.value.notna()]
     f = f.reindex(columns=list(dict.fromkeys([*f, "gap", "bytes", "flops"])))
     f = f.assign(part=f.part.fillna("without the profiler"), flops=f.flops.where(f.flops > 0))
@@ -197,6 +199,16 @@ def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
     spread = f.p10.map("{:.2f}-".format) + f.p90.map("{:.2f}".format)
     frame["p10-p90"] = spread.where(f.p10.notna(), "-")
     return Table(frame)
+
+
+def launches(rows: Rows, solution: str, tokens: int) -> pd.DataFrame:
+    """Return `part`, `begin` and `end` in us of a call's kernels, in the order of launch, from the
+    start of the first. A kernel that begins before the one before it ends has a negative gap."""
+    f = rows.frame(KERNELS)
+    f = f[(f.subject == solution) & (f.tokens == tokens) & f.kernel.notna()]
+    us, gap = f.value.astype(float), f.gap.astype(float).fillna(0.0)
+    end = (us + gap).cumsum()
+    return pd.DataFrame({"part": f.part, "begin": end - us, "end": end})
 
 
 def tuned_table(rows: Rows) -> Table:

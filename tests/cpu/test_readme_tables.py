@@ -15,6 +15,7 @@ from scripts.common.project import ROOT
 from scripts.data import rows
 from scripts.pack import sources
 from scripts.report import blocks, generated
+from scripts.table import pivots
 from scripts.table.recorded import Recorded, read
 from scripts.table.tables import Table
 
@@ -209,6 +210,30 @@ def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
     recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("served", rows_of)))
     text = made(recorded, "served_gains")
     assert "GPU A, 2026-01-02, sglang 1, vllm 1, random weights" in text and "1.50x" in text
+
+
+def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line(tmp_path: Path):
+    parts = (("route", 3.0, None), ("gemm1", 40.0, -2.0), ("combine", 6.0, 1.0))
+    rows_of = [
+        {"subject": "cutedsl_moe_fp8_fused", "tokens": tokens, "part": part, "kernel": part,
+         "value": us, "gap": gap, "unit": "us"}
+        for tokens in (1, 901) for part, us, gap in parts
+    ]  # fmt: skip
+    span = {"subject": "cutedsl_moe_fp8_fused", "tokens": 1, "part": "span", "value": 48.0}
+    recorded = read(
+        record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("kernels", [*rows_of, span]))
+    )
+    f = pivots.launches(recorded.rows, "cutedsl_moe_fp8_fused", 1)
+    assert f.to_numpy().tolist() == [
+        ["route", 0.0, 3.0], ["gemm1", 1.0, 41.0], ["combine", 42.0, 48.0]
+    ]  # fmt: skip
+    (picture,) = blocks.BLOCKS["timeline"](recorded).parts
+    (first, _) = picture.figure().axes
+    bars = [(bar.get_x(), bar.get_width()) for bar in first.patches]
+    assert bars == [(0.0, 3.0), (1.0, 40.0), (42.0, 6.0)]
+    assert not blocks.BLOCKS["timeline"](
+        read(record(tmp_path / "none", [trace(FLAT, 7, 1.0)]))
+    ).parts
 
 
 def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
