@@ -163,6 +163,7 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
     traces = [trace("x", 7, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds")]
     text, page = page_of(record(tmp_path, traces))
     assert "TIMEOUT" in page.words and "<img" not in text
+    assert not {"gemm", "sweep"} & {*page.ids}, "nothing was measured"
 
 
 def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
