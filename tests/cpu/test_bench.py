@@ -800,7 +800,7 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     ],
 )
 def test_the_options_choose_what_is_emulated(by_kernels, monkeypatch, options, asked) -> None:
-    """If the emulator cannot be built, nothing is emulated, and a line says why."""
+    """Emulate nothing if the emulator cannot be built, and say why in a line."""
     by_kernels.set_lengths(7, 9, 81)
     by_kernels(*options.split())
     assert by_kernels.asked == asked

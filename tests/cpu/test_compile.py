@@ -419,7 +419,7 @@ BY_EXPERT = MoeShape(32, 32, 7168, 2048, 1, 1, 1, "given")
 )
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=lambda a: a.target)
 def test_batched_experts(architecture, rows, terms, tokens, compiled_code):
-    """With all options of the activation: three kernels, no spill."""
+    """Three kernels, no spill, with all options of the activation."""
     shape = dataclasses.replace(BY_EXPERT, swiglu=OTHERWISE.swiglu, ue8m0=True)
     first, second = architecture.choose_layer(32 * rows, shape, terms)
     form = Form(torch.int32, None, tokens, weight_scale=torch.float8_e8m0fnu, batched=True)

@@ -222,7 +222,7 @@ def test_replicas_of_an_expert():
 
 
 def test_more_tokens_than_a_chunk_by_one():
-    """At its true size; a token's bits are its own."""
+    """The chunk has its true size. A token's bits are its own."""
     tokens = CHUNK_TOKENS + 1
     ids = torch.full((tokens, K), -1)
     ids[::500, 0], ids[-1] = 2, torch.tensor([1, 3, -1])

@@ -60,7 +60,7 @@ def test_allocates_or_writes_a_given_output(tokens, accurate):
 
 
 def test_it_is_the_solutions_layer():
-    """At the definition's geometry the defaults are those of fused and hifi."""
+    """The defaults are those of fused and hifi, at the definition's geometry."""
     inputs = MoeInputs(
         torch.empty(1, 256), torch.empty(256, dtype=torch.bfloat16),
         torch.empty(1, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 1),

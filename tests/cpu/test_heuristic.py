@@ -167,7 +167,7 @@ def test_slices_are_for_one_tile():
 
 
 def test_rows_above_which_the_first_gemm_takes_a_larger_config():
-    """With many rows an expert has as many as there are on average: 1280 tokens, 40 rows."""
+    """An expert with many rows has the average number: 1280 tokens, 40 rows."""
     for above, expected in ((41, 40), (40, 40), (39, 50)):
         asked = []
         rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(above, 50))

@@ -545,7 +545,7 @@ def key_of(monkeypatch, tmp_path) -> Callable[..., str]:
     monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: looked_for.append(made_of))
 
     def key(name: str, *others: str) -> str:
-        """With the other value of these arguments."""
+        """Return the key with the other value of these arguments."""
         values = [pair[argument in others] for argument, pair in KEYS[name].items()]
         COMPILERS[name].make(*values)
         return json.dumps(looked_for.pop(), sort_keys=True)

@@ -64,7 +64,7 @@ def test_work_of_a_problem() -> None:
 
 @pytest.fixture
 def peers(monkeypatch):
-    """With what DeepGEMM was told of the rows to expect."""
+    """Stand-ins of the peers, with the rows that DeepGEMM was told to expect."""
     deep_gemm, expected = fake_libraries.deep_gemm(DEEPSEEK_V3), []
     masked = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
 
@@ -208,7 +208,7 @@ def test_the_table_has_the_rates_of_ours() -> None:
 
 
 def clock(calls, repeats):
-    """In the place of the timing: a launch of ours takes 10 us, the n-th other n more."""
+    """Replace the timing: a launch of ours takes 10 us, the n-th other n more."""
     for call in calls.values():
         call()
     ms = {name: 1e-3 * gemm.LAUNCHES * (10 + n) for n, name in enumerate(calls)}

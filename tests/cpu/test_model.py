@@ -227,7 +227,7 @@ def test_large_negative_gate_is_zero_not_nan():
     [(1e-38, 1e-3), (1e-39, 1e-3), (1e-40, 1e-3), (2.0**-126, 1.59e-4)],
 )
 def test_subnormal_blocks_stay_finite(up, gate):
-    """From scales that are subnormal themselves to scales that would be zero: never NaN."""
+    """Scales that are subnormal, or would be zero, give no NaN."""
     g = torch.zeros(1, 256)
     g[0, 0:128:2] = up  # every other value is zero: 0/0 where the scale is
     g[0, 128:] = gate

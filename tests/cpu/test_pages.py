@@ -40,7 +40,8 @@ def files() -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """In a folder where a page's paths may start; the end of a path is enough for a file's name."""
+    """Return True if the path is in a folder where a page's paths may start. The end of a path is
+    enough for a file's name."""
     path = path.rstrip("/")
     if any((ROOT / folder / path).exists() for folder in FOLDERS):
         return True
@@ -119,7 +120,7 @@ def test_programs_and_their_options(page: Path) -> None:
 
 
 def test_commits(page: Path) -> None:
-    """In a clone with its history: what is called a commit can be looked up."""
+    """Commits that pages name can be looked up, in a clone with its history."""
     history = subprocess.run(
         ["git", "rev-list", "--abbrev-commit", "--abbrev=7", "HEAD"],
         cwd=ROOT,

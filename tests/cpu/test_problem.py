@@ -128,7 +128,7 @@ def test_a_fault_of_a_tensor_is_named(good, name, fault):
 @pytest.mark.parametrize("name", TENSORS[:-1])
 @pytest.mark.parametrize("where", ["first byte", "last byte"])
 def test_output_in_the_memory_of_an_input(good, name, where):
-    """By 16 bytes, the least by which two aligned tensors can overlap."""
+    """Two aligned tensors overlap by 16 bytes at least."""
     size, own = good[name].nbytes, good["output"].nbytes
     room = torch.zeros(size + own + 32, dtype=torch.uint8)
     at, output_at = (own - 16, 0) if where == "last byte" else (0, -(-size // 16) * 16 - 16)

@@ -76,7 +76,7 @@ FIGURES = {
 def test_a_changed_figure_of_a_row_is_noticed(
     name: str, recorded: Recorded, tmp_path: Path
 ) -> None:
-    """In each measurement that the pages have figures of."""
+    """Change one figure in each measurement that the pages show."""
     block, chosen = FIGURES[name]
     found, info = recorded.rows, json.loads((recorded.directory / "run.json").read_text("utf-8"))
     traces = lines_of(recorded.directory / "traces.jsonl")

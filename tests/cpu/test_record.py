@@ -186,7 +186,7 @@ def test_a_whole_record(tmp_path: Path, monkeypatch, capfd) -> None:
 
 
 def test_only_some_steps(tmp_path: Path, monkeypatch) -> None:
-    """In the order of the record, whatever is asked for."""
+    """Steps run in the order of the record, whatever order is asked for."""
     steps = [note(tmp_path, name) for name in NAMES]
     assert as_on_a_gpu(monkeypatch, tmp_path, steps, "--only", "tune_layer", "bench") == EXIT_OK
     assert (tmp_path / "order.txt").read_text().split() == ["bench", "tune_layer"]

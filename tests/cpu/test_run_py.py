@@ -470,8 +470,9 @@ def test_every_program_ends_by_run_main_and_nothing_else_is_one() -> None:
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    """At the top of a module, by all but the baselines and what vLLM alone imports: what is neither
-    ours nor of Python itself must be named in pyproject.toml, not come with something else."""
+    """Every import at the top of a module that is neither ours nor Python's is named in
+    pyproject.toml, and does not come with something else. Exempt: the baselines, and what vLLM
+    alone imports."""
     distributions = {
         "cutlass": "nvidia-cutlass-dsl",
         "cuda": "nvidia-cutlass-dsl",

@@ -95,7 +95,7 @@ def test_boundaries_may_lie_any_distance_apart(emulator):
 
 
 def test_tiles_are_found_by_the_shuffle_of_dsl_4_6(emulator, monkeypatch):
-    """By whose default no lane reads another."""
+    """DSL 4.6's default lets no lane read another."""
     kind = cute.arch.shuffle_sync_up.keywords["kind"]
     of_4_6 = functools.partial(cute.arch.shuffle_sync_op, kind=kind)
     wanted = look_up([5, 200], 9, 64)

@@ -49,7 +49,7 @@ def inputs_of(tokens: int) -> MoeInputs:
     ],
 )
 def test_as_the_model(target, tokens, terms, schedule, emulator, monkeypatch):
-    """With 5 tokens and more GEMM2 takes tiles on demand while GEMM1 still runs."""
+    """GEMM2 takes tiles on demand while GEMM1 still runs, with 5 tokens and more."""
     use_target(monkeypatch, target)
     monkeypatch.setattr(architectures, "num_sms", lambda device: MULTIPROCESSORS[target])
     emulator.options.poison_races = True  # boxes with rows of the next expert, still written

@@ -39,7 +39,7 @@ def test_two_ranks_are_one_that_has_all_experts(more):
 
 @pytest.mark.parametrize("backends", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_one_rank(backends, make_inputs, tmp_path):
-    """With a backend for the CPU nothing waits for the GPU, and a graph can capture the call."""
+    """Nothing waits for the GPU with a backend for the CPU, and a graph can capture the call."""
     logits, bias, *others = make_inputs(80)[:8]
     arguments = logits[:, :32].contiguous(), bias[:32].contiguous(), *others
     wanted = fused_moe(*arguments)
