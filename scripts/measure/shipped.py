@@ -5,8 +5,6 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from scripts.common.definitions import (
     MoeDefinition,
 )
 from scripts.common.project import PREFIX
+from scripts.measure.processes import process_pool
 from scripts.pack import machine_code, sources
 
 TARGETS = {"sm_90a": 132, "sm_100a": 148}
@@ -207,15 +206,18 @@ def form_units(target: str) -> Iterator[Unit]:
 def digests(listed: list[Unit], workers: int) -> dict[str, str]:
     """Return the digest of every unit, compiled in processes of their own."""
     by_name = {unit.name: unit for unit in listed}
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
+        process_pool(workers, "spawn", _start_worker, directory) as pool,
+    ):
         computed = pool.map(_digest, by_name.values())
         return dict(sorted(zip(by_name, computed, strict=True)))
 
 
-def _start_worker() -> None:
+def _start_worker(directory: str) -> None:
     """Give a process a dump directory of its own. The names of dumped files do not tell configs
     apart, so two processes with one directory would read each other's text."""
-    os.environ[DUMP] = tempfile.mkdtemp(prefix="moe_fp8_digests_")
+    os.environ[DUMP] = tempfile.mkdtemp(dir=directory)
     os.environ[KEEP] = "ir,ptx"
     os.environ["MOE_FP8_CACHE_DIR"] = ""  # a function that is loaded from a cache has no text
 
