@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
-from moe_fp8.kernels.configs import LayerRules
+from moe_fp8.kernels.configs import LayerRules, Schedule
 from moe_fp8.kernels.gemm_load import GatheredRows
 from moe_fp8.kernels.heuristic_sm90 import (
     EVEN,
@@ -78,29 +79,63 @@ def test_nothing_is_kept_of_a_call():
     assert sys.getallocatedblocks() - before < 5_000
 
 
+def wave_and_tile(config: Any, experts: int, rows: int, n: int) -> tuple[float, int]:
+    """Return the waves of a GEMM's tiles and the elements of a tile."""
+    tiles = experts * math.ceil(rows / config.tile_m) * math.ceil(n / config.tile_n)
+    return tiles / MULTIPROCESSORS, config.tile_m * config.tile_n
+
+
 def test_few_tiles_are_made_smaller_up_to_one_wave():
     cases = itertools.product([1, 2, 4, 8, 32], [64, 128, 512], [2048, 4096, 7168])
     smaller = 0
     for experts, rows, n in cases:
-        usual = choose(rows, n, 2048, even=True)
-        filled = choose(rows, n, 2048, even=True, experts=experts)
-        tiles = experts * math.ceil(rows / filled.tile_m) * math.ceil(n / filled.tile_n)
-        if filled != usual:
+        usual, tile = wave_and_tile(choose(rows, n, 2048, even=True), experts, rows, n)
+        config = choose(rows, n, 2048, even=True, experts=experts)
+        waves, filled = wave_and_tile(config, experts, rows, n)
+        if filled < tile:
             smaller += 1
-            assert tiles <= MULTIPROCESSORS
-            assert filled.tile_m * filled.tile_n < usual.tile_m * usual.tile_n
+            assert waves <= 1 or math.ceil(waves) < 2 * math.ceil(usual)
     assert smaller > 5
     assert choose(64, 2048, 7168, even=True, experts=1).swap_ab
-    assert choose(128, 2048, 7168, even=True, experts=1) == SMALLER[2]
+    for rows, expected in ((128, SMALLER[3]), (512, SMALLER[1])):
+        config = choose(rows, 2048, 7168, even=True, experts=1)
+        assert replace(config, evict_first=False) == expected
     assert choose(128, 7168, 2048, even=True, experts=1).cluster_m == 2
-    assert choose(512, 4096, 7168, even=True, experts=8) == choose(512, 4096, 7168, even=True)
 
 
 def test_a_wave_is_a_tile_for_every_multiprocessor():
     usual, wave = choose(64, 7168, 2048, even=True), 64 * MULTIPROCESSORS
     filled = GemmConfig(tile_m=64, tile_n=64)
-    assert choose(64, wave, 2048, even=True, experts=1) == filled != usual
-    assert choose(64, wave + 128, 2048, even=True, experts=1) == usual
+    for n, k, expected in ((wave, 1024, filled), (wave + 128, 2048, usual)):
+        config = choose(64, n, k, even=True, experts=1)
+        assert replace(config, evict_first=False) == expected != (usual if n == wave else filled)
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "n", "expected"),
+    [
+        (8, 512, 4096, GemmConfig(cluster_m=2, overlap=True)),  # four row tiles: two share weights
+        (8, 384, 4096, GemmConfig(overlap=True)),  # three
+        (8, 64, 7168, GemmConfig(tile_m=64, tile_n=64, cluster_n=2, overlap=True)),  # 7 < 2 * 4
+        (8, 64, 4096, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),  # 4 waves, 2 * 2
+        (4, 128, 4096, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),  # 128 clusters
+        (
+            4, 128, 7168,
+            GemmConfig(tile_m=64, cluster_m=2, overlap=True, schedule=Schedule.WHOLE_WAVES),
+        ),
+    ],
+)  # fmt: skip
+def test_tiles_of_even_rows_are_counted(experts, rows, n, expected):
+    config = choose(rows, n, 7168, even=True, experts=experts)
+    assert replace(config, evict_first=False) == expected
+    assert choose(rows, n, 7168, experts=experts) != expected, "rows that differ are not counted"
+
+
+def test_weights_of_a_short_gemm_leave_l2_first():
+    """Of 8 experts with 64 rows, N=2048: 16e9 products at K = 15258."""
+    for k, first in ((119 * 128, True), (120 * 128, False)):
+        assert choose(64, 2048, k, even=True, experts=8).evict_first == first
+    assert not choose(64, 2048, 2048, experts=8).evict_first
 
 
 def test_few_uneven_tiles_are_not_paired():
@@ -156,12 +191,14 @@ def test_rows_are_gathered_by_ctas_that_all_have_some():
             GatheredRows(config)
 
 
-def test_slices_are_for_one_tile():
+def test_slices_are_for_tiles_from_a_size_on():
     for picked in (USUAL, GemmConfig(tile_m=192, stages=4), SWAPPED):
-        for slices in (16, 128):
-            for config in layer_configs(3, picked, slices=slices):
-                assert config.slices == (picked.tile_m == slices == 128)
-    first, second = layer_configs(3, USUAL, slices=128, gathered=2 * SHAPE.intermediate_size)
+        for least in (16, 128, 129, 192, 193):
+            for rows in (40, 39.9):
+                for config in layer_configs(1280, picked, slices=(least, rows)):
+                    sliced = picked is not SWAPPED and picked.tile_m >= least and rows == 40
+                    assert config.slices == sliced
+    first, second = layer_configs(3, USUAL, slices=(128, 400), gathered=2 * SHAPE.intermediate_size)
     assert (first.slices, first.gathers) == (False, True), "rows that are gathered come whole"
     assert (second.slices, second.gathers) == (True, False)
 
@@ -184,7 +221,7 @@ def test_rows_above_which_the_first_gemm_takes_a_larger_config():
 def test_the_layer_s_bounds_are_the_measured_ones():
     """docs/notes/fused.md has the runs."""
     assert LAYER == LayerRules(
-        stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2,
+        stages=8, one_wave=4, whole_waves=16, evict_first=300e6, slices=(128, 400), in_order=2,
         gathered=512, larger=(10, 24),
     )  # fmt: skip
     assert sm100.LAYER == LayerRules(stages=0, one_wave=4, whole_waves=16)

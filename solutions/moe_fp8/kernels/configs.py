@@ -461,7 +461,8 @@ class LayerRules(NamedTuple):
     one_wave: float  # rows on this rank up to which GEMM1's tiles make one wave
     whole_waves: int  # largest tile_m of a GEMM1 that runs in whole waves
     evict_first: float = 0  # bytes of the active experts' weights up to which these leave L2 first
-    slices: int = 0  # tile_m of which empty slices are not loaded
+    # (tile_m, rows): tiles of at least `tile_m` rows skip empty slices, up to `rows` an expert.
+    slices: tuple[int, float] = (0, 0)
     in_order: int = 0  # K blocks of GEMM2 up to which its schedule is static
     gathered: int = 0  # columns of GEMM1 up to which there is no permute
     # (above, pick_as): with more than `above` rows an expert, GEMM1 picks its config as for at
@@ -495,11 +496,11 @@ class LayerRules(NamedTuple):
             if 2 * i <= self.gathered:
                 config1 = replace(config1, gathers=True)
         config1 = config1.with_swiglu(terms, few=local_rows <= self.one_wave)
-        weight_bytes = local_rows * 3 * h * i
-        return self._with_loads(config1, weight_bytes), self._with_loads(config2, weight_bytes)
+        return tuple(self._with_loads(c, rows, local_rows * 3 * h * i) for c in (config1, config2))
 
-    def _with_loads(self, config: Any, weight_bytes: float) -> Any:
+    def _with_loads(self, config: Any, rows: float, weight_bytes: float) -> Any:
         """Set `slices` and `evict_first`."""
-        if config.tile_m == self.slices and not (config.swap_ab or config.gathers):
+        least, most = self.slices
+        if config.tile_m >= least and rows <= most and not (config.swap_ab or config.gathers):
             config = replace(config, slices=True)
         return replace(config, evict_first=weight_bytes <= self.evict_first)

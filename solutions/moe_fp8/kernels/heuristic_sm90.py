@@ -44,11 +44,15 @@ MULTIPROCESSORS = 132
 """Multiprocessors of the H100 and H200 (SXM)."""
 SMALLER = (
     GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True),
+    GemmConfigSm90(tile_n=64, cluster_m=2),
     GemmConfigSm90(tile_m=64, tile_n=64),
     GemmConfigSm90(tile_m=64, tile_n=64, cluster_m=2),
     GemmConfigSm90(tile_m=16, tile_n=64, swap_ab=True),
+    GemmConfigSm90(tile_m=16, tile_n=64, cluster_m=2, swap_ab=True),
 )
 """Smaller tiles for a GEMM that would leave SMs idle, the largest first."""
+EVICT_FIRST_PRODUCTS = 16e9
+"""Multiply-adds of a GEMM with even rows up to which its weights leave L2 first."""
 
 
 def choose(
@@ -68,15 +72,17 @@ def choose(
         return replace(config, terms=terms)
     if experts is None or config.swap_ab:
         return config
-    return _fill(config, math.ceil(rows_per_expert), n, experts, even)
+    rows = math.ceil(rows_per_expert)
+    config = _fill(config, rows, n, experts, even)
+    return _of_even_rows(config, rows, n, k, experts) if even else config
 
 
 # Tiles of 32 rows would spill in whole waves. An expert of DeepSeek-V3 has the tiles of 16
-# clusters, and 66 clusters run at once, so 4 rows make one wave. evict_first: the weights of two
-# experts of DeepSeek-V3.
+# clusters, and 66 clusters run at once, so 4 rows make one wave. evict_first pays while the active
+# experts have less than about six times L2's 50 MB.
 LAYER = LayerRules(
-    stages=8, one_wave=4, whole_waves=16, evict_first=90e6, slices=128, in_order=2, gathered=512,
-    larger=(10, 24),
+    stages=8, one_wave=4, whole_waves=16, evict_first=300e6, slices=(128, 400), in_order=2,
+    gathered=512, larger=(10, 24),
 )  # fmt: skip
 
 
@@ -90,3 +96,22 @@ def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -
         if tiles <= MULTIPROCESSORS and pairs:
             config = smaller
     return config
+
+
+def _of_even_rows(
+    config: GemmConfigSm90, rows: int, n: int, k: int, experts: int
+) -> GemmConfigSm90:
+    """Return the config for experts with the same number of rows, whose tiles can be counted."""
+
+    def waves(c: GemmConfigSm90) -> float:
+        return experts * math.ceil(rows / c.tile_m) * math.ceil(n / c.tile_n) / MULTIPROCESSORS
+
+    if config.tile_m == 128 and config.tile_n == 128 and math.ceil(rows / 128) % 2 == 0:
+        config = replace(config, cluster_m=2)  # two row tiles share the weights
+    if config.tile_m == 64 and config.tile_n == 128 and config.cluster_n == 2:
+        halves = replace(config, tile_n=64)
+        if math.ceil(waves(halves)) < 2 * math.ceil(waves(config)):
+            config = halves  # the last wave is fuller
+    if config.tile_m == 64 and config.cluster_m == 2 and waves(config) > 2:
+        config = replace(config, schedule=Schedule.WHOLE_WAVES)
+    return replace(config, evict_first=experts * rows * n * k <= EVICT_FIRST_PRODUCTS)
