@@ -174,7 +174,7 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """Return the programs by name. The other scripts are libraries."""
-    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))  # options.py is their library
+    every = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/programs").glob("*.py")])
     return {path.stem: path for path in every if path.stem != "options"}
 
 

@@ -13,7 +13,7 @@ several solutions the fastest is taken, and without a name the fastest of all th
 import re
 from pathlib import Path
 
-from scripts.common.command_line import EXIT_OK, UsageError, number, parser, run_main
+from scripts.common.command_line import EXIT_OK, UsageError, option_type, parser, run_main
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import ROOT, TRACES_DIR
 from scripts.data.dataset import load, ours
@@ -21,7 +21,7 @@ from scripts.programs.options import add_options
 from scripts.submit.forms import APPLY, FLASHINFER, FORMS, collect, one_for_all, write
 
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-AUTHOR = number(
+AUTHOR = option_type(
     str, "folder's name of letters, digits and . _ -", lambda s: bool(FOLDER.fullmatch(s))
 )
 
