@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_fp8.cache import PACKAGE, ClosureError, import_closure
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
 
 from scripts.common.definitions import DEFAULT, TABLE, Entry
 from scripts.common.program import (
@@ -38,6 +36,7 @@ from scripts.common.program import (
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Solution
+    from packaging.requirements import Requirement
 
     from scripts.data.rows import Rows
 
@@ -461,6 +460,8 @@ class Machine:
 
 def installed_version(name: str) -> str | None:
     """Return the version of a distribution; '' if only a module of that name exists; else None."""
+    from packaging.utils import canonicalize_name
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -486,8 +487,11 @@ def capability_of(name: str) -> Capability | None:
     return None
 
 
-def requirements(solution: "Solution") -> list[Requirement]:
+def requirements(solution: "Solution") -> "list[Requirement]":
     """Return the pip requirements among the solution's dependencies."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
     wanted = []
     for text in solution.spec.dependencies:
         try:
