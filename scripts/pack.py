@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from scripts.common import sources
-from scripts.common.definitions import DEFAULT, Entry, find
+from scripts.common.definitions import DEFAULT, MoeDefinition, find
 from scripts.common.program import (
     DEFINITION,
     EXIT_OK,
@@ -97,7 +97,7 @@ def write_packed(
     output: Path | None = None,
     root: Path = PACKAGE_DIR,
     build: bool = True,
-    definition: Entry = DEFAULT,
+    definition: MoeDefinition = DEFAULT,
 ) -> list[Path]:
     """Pack the named generations (all by default) into `output`. Return the paths of their JSON
     files.

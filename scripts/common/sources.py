@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_fp8.cache import PACKAGE, ClosureError, import_closure
 
-from scripts.common.definitions import DEFAULT, TABLE, Entry
+from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
 from scripts.common.program import (
     BASELINES,
     PACKAGE_DIR,
@@ -49,7 +49,7 @@ DEFAULTS = {
     "dependencies": ["torch", "nvidia-cutlass-dsl>=4.6.2,<4.9", "apache-tvm-ffi"],
 }
 """Fields that SOLUTION may leave out: those of the solutions on this project's own kernels."""
-KEYS = {"name", *DEFAULTS, "routings", "clamps", "rows"}
+KEYS = {"name", *DEFAULTS, "routings", "clamps"}
 
 ENTRY_FILE = "main.py"
 ENTRY = string.Template('''\
@@ -116,7 +116,7 @@ class Generation:
     root: Path
     metadata: dict[str, Any]
     description: str
-    definition: Entry = DEFAULT
+    definition: MoeDefinition = DEFAULT
 
     @property
     def name(self) -> str:
@@ -161,13 +161,13 @@ def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
         files[generation.name] = generation.path.name
     return [
         replace(generation, definition=definition)
-        for definition in TABLE
+        for definition in MOE
         for generation in of_all_files
         if definition.takes(generation.metadata)
     ]
 
 
-def generations(root: Path = PACKAGE_DIR, definition: Entry = DEFAULT) -> list[Generation]:
+def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -> list[Generation]:
     """Return the generations of one definition."""
     return [g for g in every_generation(root) if g.definition == definition]
 
@@ -239,7 +239,7 @@ def select(candidates: Sequence[Generation], names: Sequence[str]) -> list[Gener
 
 
 @functools.cache
-def packed(definition: Entry = DEFAULT) -> "dict[str, Solution]":
+def packed(definition: MoeDefinition = DEFAULT) -> "dict[str, Solution]":
     """Return every solution of a definition as it would be packed now."""
     from flashinfer_bench.data import Solution
 
@@ -252,7 +252,7 @@ def packed(definition: Entry = DEFAULT) -> "dict[str, Solution]":
         raise UsageError(f"the present sources cannot be packed: {error}") from None
 
 
-def current(definition: Entry = DEFAULT) -> dict[str, str]:
+def current(definition: MoeDefinition = DEFAULT) -> dict[str, str]:
     """Return the hash of every solution of a definition as it would be packed now."""
     return {name: solution.hash() for name, solution in packed(definition).items()}
 
@@ -261,7 +261,7 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
     """Return sentences that name our solutions with other sources now than were measured, and those
     whose measured sources are not known; empty if there are none."""
     now = dict(current())
-    for other in TABLE[1:]:
+    for other in MOE[1:]:
         if any(name.endswith(f"_{other.short}") for name in hashes):
             now |= current(other)
     ours = {
@@ -285,7 +285,7 @@ def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> boo
     """True if a solution's sources are those of these hashes, or give the same machine code."""
     if was == {now.get(name)}:
         return True
-    for definition in TABLE:
+    for definition in MOE:
         if solution := packed(definition).get(name):
             texts = [source.content for source in solution.sources]
             return all(unchanged(name, old, texts) for old in was)
@@ -294,7 +294,7 @@ def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> boo
 
 def _names(solutions: Iterable[str]) -> list[str]:
     """Return short names; solutions of several definitions once, as their sources are the same."""
-    of_another = re.compile(f"_({'|'.join(other.short for other in TABLE[1:])})$")
+    of_another = re.compile(f"_({'|'.join(other.short for other in MOE[1:])})$")
     return list(dict.fromkeys(of_another.sub("", short_name(name)) for name in solutions))
 
 

@@ -2,8 +2,7 @@
 
 A spec file (workloads/<op type>/<definition>.spec.json) has for each workload the parameters of its
 routing, and the SHA-256 of its file of tensors (the blob). flashinfer-bench reads the workload file
-beside it. A layer's workload pins the routing tensors. A grouped GEMM's workload pins the places of
-the rows, as many as each expert has in a layer's workload. All other inputs are random.
+beside it. A workload pins the routing tensors. All other inputs are random.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from scripts.common import files
 from scripts.common.command_line import Failure, say
 from scripts.common.definitions import (
     DEFAULT,
-    MASKED,
     RENORMALIZE,
-    Entry,
-    GemmDefinition,
     MoeDefinition,
     read,
 )
@@ -37,17 +33,13 @@ from scripts.data.synthetic_logits import (
     LogitModel,
     count_local,
     draw_logits,
-    local_rows,
     routing_bias,
 )
 
 # Marks a blob as ours, so that captured tensors in its place are never overwritten. The specs have
 # hashes of these bytes, so the generator's name must stay the one that made them.
 BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"}
-TILE_ROWS = 128
-"""`max_rows` of a masked grouped GEMM is a multiple of this."""
-
-TYPES = {"<f4": "F32", "<u2": "BF16", "<i4": "I32"}
+TYPES = {"<f4": "F32", "<u2": "BF16"}
 """safetensors' names, by the types of the arrays; bfloat16 is stored as its bits."""
 
 
@@ -139,75 +131,38 @@ def _bfloat16(values: np.ndarray) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype("<u2")
 
 
-@dataclass(frozen=True)
-class GemmSpec:
-    """One workload of a grouped GEMM: the rows of every expert, and their layer's workload."""
-
-    uuid: str
-    layer: str  # uuid of the layer's workload
-    seq_len: int  # its tokens
-    rows: tuple[int, ...]  # of every expert
-    blob: str  # as above
-    sha256: str
-    definition: GemmDefinition
-
-    @property
-    def axes(self) -> dict[str, int]:
-        if self.definition.rows == MASKED:
-            return {"max_rows": -(-max(self.rows) // TILE_ROWS) * TILE_ROWS}
-        return {"total_rows": sum(self.rows)}
-
-    @property
-    def pinned(self) -> dict[str, int | None]:
-        """The inputs that are not random. `expected_m` of masked rows is that of even routing."""
-        if self.definition.rows != MASKED:
-            return {"m_indptr": None}
-        expected = -(-self.seq_len * DEFAULT.top_k // DEFAULT.num_experts)
-        return {"masked_m": None, "expected_m": expected}
-
-    def content(self) -> bytes:
-        name, *_ = self.pinned
-        masked = self.definition.rows == MASKED
-        values = self.rows if masked else [*itertools.accumulate(self.rows, initial=0)]
-        return safetensors_bytes({name: np.array(values, dtype="<i4")})
-
-
-Spec = WorkloadSpec | GemmSpec
-
-
-def blob_path(spec: Spec) -> Path:
+def blob_path(spec: WorkloadSpec) -> Path:
     """Return the path of the workload's tensors in a data set, as in the official one."""
     name = spec.definition.name
     folder = Path("blob") / "workloads" / spec.definition.op_type / name
     return folder / f"{name}_{spec.blob}.safetensors"
 
 
-def workloads_path(definition: Entry) -> Path:
+def workloads_path(definition: MoeDefinition) -> Path:
     """Return the path of the definition's workloads below a data set's root."""
     return Path("workloads") / definition.op_type / f"{definition.name}.jsonl"
 
 
-def spec_path(definition: Entry) -> Path:
+def spec_path(definition: MoeDefinition) -> Path:
     """Return the path of the specs of the definition's workloads."""
     return workloads_path(definition).with_suffix(".spec.json")
 
 
-def load_specs(definition: Entry = DEFAULT) -> list[Any]:
-    """Return the committed specs of a definition (`Spec`), in the order of the data set."""
+def load_specs(definition: MoeDefinition = DEFAULT) -> list[WorkloadSpec]:
+    """Return the committed specs of a definition in the order of the data set."""
     entries = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))["workloads"]
-    if isinstance(definition, MoeDefinition):
-        return [
-            WorkloadSpec(**e | {"model": LogitModel(**e["model"])}, definition=definition)
-            for e in entries
-        ]
-    assert isinstance(definition, GemmDefinition)
-    return [GemmSpec(**e | {"rows": tuple(e["rows"])}, definition=definition) for e in entries]
+    return [
+        WorkloadSpec(**e | {"model": LogitModel(**e["model"])}, definition=definition)
+        for e in entries
+    ]
 
 
 # --- making the tensors of specs ------------------------------------------------------------------
 
 
-def make_workloads(root: Path, uuids: Collection[str], definition: Entry = DEFAULT) -> list[Path]:
+def make_workloads(
+    root: Path, uuids: Collection[str], definition: MoeDefinition = DEFAULT
+) -> list[Path]:
     """Make the tensors of these workloads below root if needed. Return the paths of all their
     files. Raises Failure: the content differs from the spec's."""
     selected = [spec for spec in load_specs(definition) if spec.uuid in uuids]
@@ -218,7 +173,7 @@ def make_workloads(root: Path, uuids: Collection[str], definition: Entry = DEFAU
     return paths
 
 
-def _make_blob(spec: Spec, path: Path) -> str:
+def _make_blob(spec: WorkloadSpec, path: Path) -> str:
     """Make one blob if needed. Return what was done."""
     if path.is_file():
         if hashlib.sha256(path.read_bytes()).hexdigest() == spec.sha256:
@@ -256,7 +211,7 @@ def is_usable(draw: Draw, definition: MoeDefinition) -> bool:
     )
 
 
-def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> WorkloadSpec:
+def own_spec(definition: MoeDefinition, number: int, tokens: int) -> WorkloadSpec:
     """Return a workload that stands for no captured one, with the draw of the first usable seed.
     The workloads go round the ranks."""
     ranks = definition.num_experts // definition.num_local_experts
@@ -283,23 +238,12 @@ def own_layer_spec(definition: MoeDefinition, number: int, tokens: int) -> Workl
     return replace(spec, sha256=hashlib.sha256(spec.content(draw)).hexdigest())
 
 
-def own_gemm_spec(definition: GemmDefinition, layer: WorkloadSpec) -> GemmSpec:
-    """Return the rows of every expert in a workload of the default layer as a workload."""
-    rows = local_rows(layer.draw().ids, layer.local_expert_offset, definition.experts).tolist()
-    name = uuid.uuid5(uuid.NAMESPACE_URL, f"{definition.name}/{layer.uuid}")
-    spec = GemmSpec(str(name), layer.uuid, layer.seq_len, tuple(rows), name.hex, "", definition)
-    return replace(spec, sha256=hashlib.sha256(spec.content()).hexdigest())
-
-
-def own_specs(definition: MoeDefinition | GemmDefinition) -> list[Any]:
+def own_specs(definition: MoeDefinition) -> list[WorkloadSpec]:
     """Return the workloads of a definition that stand for no captured ones, fewest tokens first."""
-    if isinstance(definition, MoeDefinition):
-        return [own_layer_spec(definition, *numbered) for numbered in enumerate(definition.tokens)]
-    layers = {spec.seq_len: spec for spec in load_specs()}
-    return [own_gemm_spec(definition, layers[tokens]) for tokens in definition.tokens]
+    return [own_spec(definition, *numbered) for numbered in enumerate(definition.tokens)]
 
 
-def workload_line(spec: Spec) -> str:
+def workload_line(spec: WorkloadSpec) -> str:
     """Return the workload's line in flashinfer-bench's format."""
     path = f"./{blob_path(spec).as_posix()}"
     pinned = {
@@ -319,7 +263,7 @@ def workload_line(spec: Spec) -> str:
     return json.dumps(record)
 
 
-def write_specs(specs: Sequence[Spec], root: Path) -> list[Path]:
+def write_specs(specs: Sequence[WorkloadSpec], root: Path) -> list[Path]:
     """Write the spec file and the workload file of one definition's workloads."""
     definition = specs[0].definition
     entries = [{k: v for k, v in asdict(s).items() if k != "definition"} for s in specs]
