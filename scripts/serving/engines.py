@@ -1,4 +1,9 @@
-"""vLLM and SGLang by one interface: prompts of token ids in, greedily decoded tokens out."""
+"""vLLM and SGLang by one interface: prompts of token ids in, greedily decoded tokens out; and the
+models that `serve` knows by name, with their sizes as published, for random weights.
+
+DeepSeek-V3 and GLM-5 have one dense layer in place of three, so that a few layers include experts.
+`deepseek-v3-tp8` is the share of one of eight tensor-parallel ranks.
+"""
 
 import json
 import os
@@ -6,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scripts.serve.models import Model
+from scripts.common.program import UsageError, error_line
 
 ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
@@ -15,6 +20,76 @@ CACHE_BYTES = 5 * 2**30
 """Bytes of the cache for keys and values."""
 PROMPT_ROOM = 256
 """Tokens that a request may have in addition to the longest prompt."""
+DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
+"""The variable with the directory of the processes' reports, set by `serve` only."""
+RANDOM = "MOE_FP8_SERVE_RANDOM"
+CHECK_TOKENS = 2999
+"""Tokens of the prompt whose calls are checked, in one step: more than a CUDA graph has."""
+GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
+"""The mixed load: requests, limited by the largest batch, and the tokens that a request reads and
+writes."""
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+MODELS = Path(__file__).with_name("models")
+LAYERS = {
+    "deepseek-v3": 4,
+    "deepseek-v3-tp8": 11,
+    "glm-5": 5,
+    "kimi-k2": 3,
+    "minimax-m2": 12,
+    "qwen3-235b-a22b": 16,
+    "qwen3-30b-a3b": 48,
+}
+"""Layers that fit 80 GB with a cache for keys and values."""
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    layers: int
+    """The number of layers that are served."""
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
+
+    @property
+    def overrides(self) -> dict[str, int]:
+        """The served values that differ from the configuration's."""
+        return {} if self.layers == self.published else {"num_hidden_layers": self.layers}
+
+    @property
+    def published(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+
+def find_model(name: str, layers: int | None, random_weights: bool) -> Model:
+    """Return a model of `models/`, or one in a directory of weights. Raises UsageError."""
+    known = name in LAYERS
+    directory = MODELS / name if known else Path(name)
+    if not (directory / "config.json").is_file():
+        raise UsageError(f"--model {name}: expected a directory, or one of {', '.join(LAYERS)}")
+    if known and not random_weights:
+        raise UsageError(f"--model {name} has no weights: give --random-weights, or a directory")
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        most, _ = (int(config[name]) for name in ("num_hidden_layers", "vocab_size"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{directory / 'config.json'}: {error_line(error)}") from None
+    wanted = layers or LAYERS.get(name, most)
+    if wanted > most:
+        raise UsageError(f"--layers {wanted}: {name} has {most}")
+    if wanted < most and not random_weights:
+        raise UsageError("--layers: a part of trained weights says nothing; give --random-weights")
+    return Model(name if known else directory.resolve().name, directory, config, wanted)
+
+
+# --- engines --------------------------------------------------------------------------------------
 
 
 class Generated(NamedTuple):
@@ -97,7 +172,7 @@ class Vllm:
             enable_prefix_caching=False,
             disable_log_stats=True,
             tensor_parallel_size=setup.tensor_parallel,
-            worker_extension_cls=f"{__package__}.graphs.TimesGraphs",
+            worker_extension_cls="scripts.serving.worker.TimesGraphs",
             enable_expert_parallel=setup.expert_parallel,
             compilation_config={"cudagraph_capture_sizes": list(setup.batches)},
             **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
@@ -136,7 +211,7 @@ def use_tuned_files(vllm: Path) -> None:
     import torch
 
     name = torch.cuda.get_device_name().replace(" ", "_")
-    folder = Path(os.environ["MOE_FP8_SERVE_DIRECTORY"]) / "tuned"
+    folder = Path(os.environ[DIRECTORY]) / "tuned"
     folder.mkdir()
     configs = vllm / "model_executor/layers/fused_moe/configs"
     for file in configs.glob("*device_name=NVIDIA_H200,dtype=fp8_w8a8*"):
