@@ -24,18 +24,15 @@ from moe_fp8.reference import quantise_blocks, quantise_rows
 from moe_fp8.serving import prepare
 from programs import call, gone
 
-from scripts.common.command_line import Failure, UsageError
+from scripts import serve
 from scripts.common.float32_experts import in_float32
 from scripts.common.metrics import calc_diff
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT, Failure, UsageError
 from scripts.data.rows import FILE, read
-from scripts.programs import serve
-from scripts.serve import engines, inside, models, random_weights
-from scripts.serve import run as turns
-from scripts.serve.engines import OWN, Generated, Setup, Vllm, start
-from scripts.serve.graphs import TimesGraphs
-from scripts.serve.layer_check import checking
-from scripts.serve.worker import Backend, Measuring, prompts
+from scripts.serve import Backend
+from scripts.serving import engines, worker
+from scripts.serving.engines import OWN, Generated, Setup, Vllm, find_model, start
+from scripts.serving.worker import Measuring, TimesGraphs, checking, prompts
 from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
@@ -103,7 +100,7 @@ def test_layers_are_compared_kernels_counted_and_tables_shown(served_rows):
 def test_it_starts_until_nothing_is_compiled(compile_, starts, monkeypatch, tmp_path):
     def backend(setup, logs, start):
         begun.append(start)
-        compiled = [turns.COMPILED] * (len(begun) <= compile_)
+        compiled = [serve.COMPILED] * (len(begun) <= compile_)
         return SimpleNamespace(
             setup=setup, version="", start_seconds=1.0, ready=lambda: None,
             log_lines=lambda text: compiled, close=lambda: ended.append(start),
@@ -111,9 +108,9 @@ def test_it_starts_until_nothing_is_compiled(compile_, starts, monkeypatch, tmp_
 
     begun: list[str] = []
     ended: list[str] = []
-    monkeypatch.setattr(turns, "Backend", backend)
-    setup = Setup("vllm", "engine", models.find("qwen3-30b-a3b", 2, True))
-    assert len([*turns.first_starts(setup, tmp_path)]) == len(set(begun)) == starts
+    monkeypatch.setattr(serve, "Backend", backend)
+    setup = Setup("vllm", "engine", find_model("qwen3-30b-a3b", 2, True))
+    assert len([*serve.first_starts(setup, tmp_path)]) == len(set(begun)) == starts
     assert ended == begun
 
 
@@ -128,9 +125,9 @@ def test_it_starts_until_nothing_is_compiled(compile_, starts, monkeypatch, tmp_
 )
 def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp_path):
     monkeypatch.setenv("STAND_IN", wrong)
-    setup = Setup("vllm", "ours", models.find("deepseek-v3", None, True), random_weights=True)
+    setup = Setup("vllm", "ours", find_model("deepseek-v3", None, True), random_weights=True)
     with pytest.raises(Failure, match=message):
-        list(turns.measure([setup], turns.Plan((1,), (8,), 1), tmp_path, {}))
+        list(serve.measure([setup], serve.Plan((1,), (8,), 1), tmp_path, {}))
 
 
 @pytest.mark.parametrize(
@@ -141,11 +138,11 @@ def test_the_tables_have_what_there_is(ended, status, last_line, stand_in, monke
     def measure(group, *_):
         if group[0].backend == "ours":
             raise ended
-        yield turns.row_of(named("engine"), "decode", 1, 2.5, "ms a step", spread=0.0)
+        yield serve.row_of(named("engine"), "decode", 1, 2.5, "ms a step", spread=0.0)
 
-    start = turns.row_of(named("engine"), "first start", None, 9.5, "s")
-    monkeypatch.setattr(turns, "first_starts", lambda *_: [start])
-    monkeypatch.setattr(turns, "measure", measure)
+    start = serve.row_of(named("engine"), "first start", None, 9.5, "s")
+    monkeypatch.setattr(serve, "first_starts", lambda *_: [start])
+    monkeypatch.setattr(serve, "measure", measure)
     made = call("serve", "--model", "qwen3-30b-a3b", *QUICK)
     assert made.returncode == status and made.stderr.endswith(f"{last_line}\n")
     assert "decode 1" in made.stdout and "2.50" in made.stdout and "9.5 s" in made.stdout
@@ -155,7 +152,7 @@ def test_the_tables_have_what_there_is(ended, status, last_line, stand_in, monke
 def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch, tmp_path):
     """Its workers, which have the GPU's memory, even where the engine itself has ended."""
     monkeypatch.setenv("STAND_IN", wrong)
-    model = models.find("deepseek-v3", None, True)
+    model = find_model("deepseek-v3", None, True)
     backend = Backend(Setup("vllm", "engine", model, random_weights=True), tmp_path)
     try:
         backend.ready()
@@ -170,7 +167,7 @@ def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch
 def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
     """The kernel ends such a process for its memory."""
     backend = object.__new__(Backend)
-    backend.setup = Setup("vllm", "ours", models.find("qwen3-30b-a3b", 2, True))
+    backend.setup = Setup("vllm", "ours", find_model("qwen3-30b-a3b", 2, True))
     backend.log = tmp_path / "log"
     backend.log.write_text("the last line\n")
     backend.connection, its = Pipe()
@@ -180,11 +177,11 @@ def test_a_backend_that_ends_before_its_turn_is_an_error(tmp_path):
 
 
 def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_in, tmp_path):
-    answers: turns.Answers = {}
-    model = models.find("qwen3-30b-a3b", 2, True)
+    answers: serve.Answers = {}
+    model = find_model("qwen3-30b-a3b", 2, True)
     for backend in ("engine", "accurate"):
         setup = Setup("vllm", backend, model, random_weights=True)
-        rows = list(turns.measure([setup], turns.Plan((1,), (8,), 1, True), tmp_path, answers))
+        rows = list(serve.measure([setup], serve.Plan((1,), (8,), 1, True), tmp_path, answers))
         shares = values(rows, "tokens before the first other than engine's", backend)
         assert len(shares) == (backend != "engine")
         alone = values(rows, "same tokens alone and among others", backend)
@@ -205,7 +202,7 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
     ],
 )  # fmt: skip
 def test_tokens_are_compared_until_the_first_other(engine, ours, share, difference):
-    rows = list(turns.compared(named("ours"), {"engine": engine, "ours": ours}))
+    rows = list(serve.compared(named("ours"), {"engine": engine, "ours": ours}))
     assert [row["value"] for row in rows] == pytest.approx([share, difference])
 
 
@@ -220,14 +217,14 @@ def test_a_request_is_to_have_the_same_tokens_alone_and_among_others(others_matt
     (tmp_path / "layers-1.txt").write_text("0.0002\n")
     backend = named("ours", directory=tmp_path, ask=answers.get)
     backend.setup = replace(backend.setup, batches=(1, 2))
-    (same,) = values(turns.check(backend), "same tokens alone and among others", "ours")
+    (same,) = values(serve.check(backend), "same tokens alone and among others", "ours")
     assert same is not others_matter
 
 
 def test_kernels_of_ours_that_a_request_waited_for_are_counted():
-    lines = [f"Triton {kernel} {turns.COMPILED_LATE}" for kernel in ("FusedMoeA", "rms_norm")]
-    backend = named("engine", log_lines={turns.COMPILED_LATE: lines}.get)
-    assert [row["value"] for row in turns.counted(backend, 0)] == [1]
+    lines = [f"Triton {kernel} {serve.COMPILED_LATE}" for kernel in ("FusedMoeA", "rms_norm")]
+    backend = named("engine", log_lines={serve.COMPILED_LATE: lines}.get)
+    assert [row["value"] for row in serve.counted(backend, 0)] == [1]
 
 
 VLLM = {
@@ -255,7 +252,7 @@ def test_all_backends_of_an_engine_get_the_same_options(engine, expected, asked,
     module.LLM = module.Engine = lambda **options: options
     monkeypatch.setitem(sys.modules, engine, module)
     monkeypatch.setattr(engines, "use_tuned_files", lambda folder: None)
-    model = models.find("qwen3-30b-a3b", 2, True)
+    model = find_model("qwen3-30b-a3b", 2, True)
     setup = Setup(engine, "engine", model, True, 4096, (1, 8), 2, True, 0.45)
     made = {}
     for backend in ("engine", *OWN, "triton", *["tuned"] * (engine == "vllm")):
@@ -276,7 +273,7 @@ def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeyp
         name = f"{sizes},device_name=NVIDIA_{gpu},dtype={dtype}.json"
         (configs / name).write_text(f"{sizes} {gpu}")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
-    monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "")
     engines.use_tuned_files(tmp_path / "vllm")
     found = Path(os.environ["VLLM_TUNED_CONFIG_FOLDER"]).iterdir()
@@ -287,7 +284,7 @@ def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeyp
 
 
 def named(backend: str, **more: Any) -> Any:
-    setup = Setup("vllm", backend, models.find("qwen3-30b-a3b", None, True))
+    setup = Setup("vllm", backend, find_model("qwen3-30b-a3b", None, True))
     made = {"log_lines": lambda text: [text], "ask": lambda *asked: None}
     return SimpleNamespace(setup=setup, version="", start_seconds=1.0, **made | more)
 
@@ -297,7 +294,7 @@ def test_a_layer_that_computes_something_else_is_an_error(wrong, tmp_path):
     (tmp_path / "layers-1.txt").write_text(f"0.0002\n{wrong}\n")
     rows = []
     with pytest.raises(Failure, match="^ours: a layer's calc_diff is "):
-        for row in turns.check(named("ours", directory=tmp_path)):
+        for row in serve.check(named("ours", directory=tmp_path)):
             rows.append(row)
     figures = ["0.0002", *(wrong for _ in range(wrong == "0.9"))]
     assert [str(row["value"]) for row in rows[1:]] == figures, "a row has no NaN"
@@ -305,7 +302,7 @@ def test_a_layer_that_computes_something_else_is_an_error(wrong, tmp_path):
 
 def test_a_layer_of_which_no_call_was_seen_is_an_error(tmp_path):
     with pytest.raises(Failure, match="^ours: no call of .* tokens was seen"):
-        list(turns.check(named("ours", directory=tmp_path)))
+        list(serve.check(named("ours", directory=tmp_path)))
 
 
 def options(*given: str) -> Any:
@@ -325,7 +322,7 @@ def test_an_engine_that_is_absent_is_named(monkeypatch):
 
 def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(inside, "is_installed", lambda engine: False)
+    monkeypatch.setattr(serve, "is_installed", lambda engine: False)
     with pytest.raises(UsageError, match="^vllm does not find the plugin"):
         serve.setups(options("--random-weights"))
     assert len(serve.setups(options("--random-weights", "--compare", "engine"))) == 1
@@ -338,7 +335,7 @@ def test_setups_follow_the_options(monkeypatch):
              "--batch-invariant")  # fmt: skip
     first, second, third = serve.setups(options(*given))
     assert (first.backend, second.backend, third.backend) == ("engine", "deep_gemm", "ours")
-    assert first.most_tokens == inside.CHECK_TOKENS and first.share == 0.45
+    assert first.most_tokens == engines.CHECK_TOKENS and first.share == 0.45
     assert first.variables == {"MOE_FP8_VLLM": "0", "VLLM_BATCH_INVARIANT": "1"}
     assert third.variables["MOE_FP8_VLLM"] == "1" and third.expert_parallel
     of_sglang = Setup("sglang", "accurate", first.model)
@@ -357,21 +354,21 @@ def test_setups_follow_the_options(monkeypatch):
 )  # fmt: skip
 def test_a_row_says_how_the_model_was_served(engine, options, head, monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    setup = Setup(engine, "ours", models.find("qwen3-30b-a3b", 2, True), **options)
+    setup = Setup(engine, "ours", find_model("qwen3-30b-a3b", 2, True), **options)
     backend = SimpleNamespace(setup=setup, version="1")
     usual = {"gpus": 1, "parallel": "tensor", "batch_invariant": None, "dense": None}
-    made = turns.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
+    made = serve.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
     assert made == usual | head | {
         "engine": engine, "engine_version": "1", "model": "qwen3-30b-a3b", "layers": 2,
         "subject": "ours", "part": "decode", "size": 1, "value": 2.0, "unit": "ms", "calls": 3,
     }  # fmt: skip
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
-    assert turns.row_of(backend, "decode", 1, 2.0, "ms")["dense"] is None
+    assert serve.row_of(backend, "decode", 1, 2.0, "ms")["dense"] is None
 
 
-@pytest.mark.parametrize("name", models.LAYERS)
+@pytest.mark.parametrize("name", engines.LAYERS)
 def test_known_models(name):
-    model = models.find(name, None, True)
+    model = find_model(name, None, True)
     assert model.layers <= model.published and model.vocabulary > 10_000
     assert model.overrides.get("num_hidden_layers", model.published) == model.layers
     assert model.config["quantization_config"]["weight_block_size"] == [128, 128]
@@ -383,12 +380,12 @@ def test_known_models(name):
         ("nothing", None, True, "--model nothing: expected a directory, or one of deepseek-v3"),
         ("kimi-k2", None, False, "--model kimi-k2 has no weights: give --random-weights"),
         ("qwen3-30b-a3b", 49, True, "--layers 49: qwen3-30b-a3b has 48"),
-        (str(models.DIRECTORY / "kimi-k2"), 2, False, "--layers: a part of trained weights"),
+        (str(engines.MODELS / "kimi-k2"), 2, False, "--layers: a part of trained weights"),
     ],
 )
 def test_models_that_cannot_be_served(name, layers, random, message):
     with pytest.raises(UsageError, match=f"^{message}"):
-        models.find(name, layers, random)
+        find_model(name, layers, random)
 
 
 @pytest.mark.parametrize(
@@ -404,13 +401,13 @@ def test_a_configuration_that_says_too_little(content, message, tmp_path):
     """A configuration with separate sizes for text and pictures is one of these."""
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=f"config.json: {message}"):
-        models.find(str(tmp_path), None, False)
+        find_model(str(tmp_path), None, False)
 
 
 def test_random_weights_follow_from_names_and_have_a_sane_spread():
     def draw(name: str, *size: int, dtype=torch.float32) -> torch.Tensor:
         p = torch.zeros(size, dtype=dtype)
-        random_weights.fill([(name, p)])
+        worker.fill([(name, p)])
         return p
 
     k = 512
@@ -691,12 +688,12 @@ def test_what_a_backend_cannot_tell_has_no_row():
     def backend(name: str) -> SimpleNamespace:
         asked = iter(range(100))
         return SimpleNamespace(
-            setup=Setup("vllm", name, models.find("qwen3-30b-a3b", 2, True)), version="",
+            setup=Setup("vllm", name, find_model("qwen3-30b-a3b", 2, True)), version="",
             ask=lambda what, size, repeat: math.nan if what == "graph" and name == "engine"
             else 1.0 + next(asked),
         )  # fmt: skip
 
-    rows = list(turns.timed([backend("engine"), backend("ours")], turns.Plan((1,), (), 2)))
+    rows = list(serve.timed([backend("engine"), backend("ours")], serve.Plan((1,), (), 2)))
     assert [(row["part"], row["subject"]) for row in rows] == [
         ("decode", "engine"), ("decode", "ours"), ("graph", "ours"),
         ("mixed", "engine"), ("mixed", "ours"),
@@ -712,7 +709,7 @@ def test_what_a_backend_cannot_tell_once_has_no_row(place):
     def ask(what: str, size: int, repeat: int) -> float:
         return math.nan if what == "graph" and repeat == place else 1.0
 
-    rows = list(turns.timed([named("ours", ask=ask)], turns.Plan((1,), (), 3)))
+    rows = list(serve.timed([named("ours", ask=ask)], serve.Plan((1,), (), 3)))
     assert [row["part"] for row in rows] == ["decode", "mixed"]
 
 
@@ -724,26 +721,26 @@ def test_prompts_are_drawn_once_and_for_all():
 
 def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
     """The engine finds it as an entry point, in any of its processes."""
-    inside.publish(tmp_path, "sglang")
+    serve.publish(tmp_path, "sglang")
     monkeypatch.syspath_prepend(tmp_path)
     found = importlib.metadata.entry_points(group="sglang.srt.plugins")
     (plugin,) = (entry for entry in found if "serve" in entry.name)
-    assert plugin.load() is inside.register_sglang
+    assert plugin.load() is worker.register_sglang
 
 
 def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
-    monkeypatch.setattr(inside, "CHECK_TOKENS", 9)
+    monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(worker, "CHECK_TOKENS", 9)
     monkeypatch.setattr(api, "experts", experts)  # what `watch` replaces
-    monkeypatch.setattr(inside, "CALLERS", ("api",))
-    monkeypatch.setattr(inside, "count", lambda: None)
+    monkeypatch.setattr(worker, "CALLERS", ("api",))
+    monkeypatch.setattr(worker, "count", lambda: None)
     for _ in range(2):  # as an engine may register a plugin
-        inside.register_vllm()
+        worker.register_vllm()
     calls = [experts_of() for _ in range(4)]  # of weights of their own
     for rank, (arguments, options) in zip((1, 1, 2, 2), calls, strict=True):
         monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
         api.experts(*arguments, **options)
-    assert [len(of_rank) for of_rank in inside.layers_of(tmp_path)] == [2, 2]
+    assert [len(of_rank) for of_rank in serve.layers_of(tmp_path)] == [2, 2]
 
 
 @pytest.mark.parametrize(("cached", "counts"), [(True, [3, 3, 6]), (False, [3, 6, 9])])
@@ -757,7 +754,7 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
             compiling.compiled(*fused.describe_fused(*left[0]))
 
     fakes, cache = compiling.fakes, KernelCache(tmp_path / "kernels")
-    monkeypatch.setenv(inside.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
     monkeypatch.setenv(CACHE_VARIABLE, str(cache.directory) if cached else "")
     monkeypatch.setattr(compiling.cute, "compile", lambda kernel, *arguments, **options: kernel)
     monkeypatch.setattr(compiling, "_export", lambda function, path: path.write_text("kernel"))
@@ -767,7 +764,7 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
     monkeypatch.setattr(prepare, "in_processes", in_processes)
     monkeypatch.setattr(prepare, "cores", lambda: 2)
     monkeypatch.setattr(fused.compile_fused, "functions", {})
-    inside.count()
+    worker.count()
     pair, form = HOPPER.choose_layer(1, SMALL, 1), Form.usual(SMALL)
     geometries = [(SMALL, *pair, multiprocessors, "sm_90a", form) for multiprocessors in (1, 2, 3)]
     for step, count in enumerate(counts):
@@ -775,4 +772,4 @@ def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_pat
             cache.trim(0)
         fused.compile_fused.functions.clear()
         prepare.compile_all(geometries)
-        assert inside.compilations(tmp_path) == count
+        assert serve.compilations(tmp_path) == count
