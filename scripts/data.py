@@ -34,6 +34,7 @@ from scripts.common.definitions import (
     MoeDefinition,
     find,
     read,
+    select,
 )
 from scripts.common.program import (
     EXIT_OK,
@@ -515,9 +516,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--root", type=Path, default=ROOT, metavar="DIR", help="where they are written")
     add("--specs", action="store_true", help="write the spec and the workload file anew")
     args = arguments.parse_args(argv)
-
-    from scripts.data.dataset import load, select_workloads
-
     definition = args.definition
     if args.specs:
         if args.workloads or args.max_tokens:
@@ -526,9 +524,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"--specs: {definition.name} has captured workloads")
         print(*write_specs(own_specs(definition), args.root), sep="\n")
     else:
-        every = load(ROOT, definition)[0].workloads[definition.name]
-        chosen = select_workloads(every, args.workloads, args.max_tokens)
-        make_workloads(args.root, [t.workload.uuid for t in chosen], definition)
+        sizes = {spec.uuid: spec.seq_len for spec in load_specs(definition)}
+        make_workloads(args.root, select(sizes, args.workloads, args.max_tokens), definition)
     return EXIT_OK
 
 

@@ -19,23 +19,19 @@ several solutions the fastest is taken, and without a name the fastest of all th
 import argparse
 import json
 import math
-import os
 import re
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from scripts.common import sources
-from scripts.common.definitions import DEFAULT, MoeDefinition, find
+from scripts.common.definitions import DEFAULT, find
 from scripts.common.program import (
     DEFINITION,
     EXIT_OK,
     OP_TYPE,
-    PACKAGE_DIR,
-    PACKED_DIR,
     ROOT,
     TRACES_DIR,
     Failure,
@@ -59,82 +55,6 @@ FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 AUTHOR = option_type(
     str, "folder's name of letters, digits and . _ -", lambda s: bool(FOLDER.fullmatch(s))
 )
-
-
-# --- packing --------------------------------------------------------------------------------------
-
-
-def validate(packed: bytes, definition: Path = ROOT / DEFAULT.path) -> None:
-    """Load the JSON as flashinfer-bench does and build it for the definition in that file, which
-    imports its entry point. It is built in a directory of its own: cleaning up the shared one could
-    remove the sources of a benchmark that runs at the same time."""
-    from flashinfer_bench.compile import BuilderRegistry
-    from flashinfer_bench.compile.builder import BuildError
-    from flashinfer_bench.compile.builders import PythonBuilder, TritonBuilder
-    from flashinfer_bench.data import Definition, Solution, load_json_file
-
-    solution = Solution.model_validate_json(packed)
-    registry = BuilderRegistry([b() for b in (TritonBuilder, PythonBuilder) if b.is_available()])
-    with (
-        tempfile.TemporaryDirectory(prefix="pack-") as directory,
-        mock.patch.dict(os.environ, FIB_CACHE_PATH=directory),
-    ):
-        try:
-            registry.build(load_json_file(Definition, definition), solution)
-        except BuildError as error:
-            raise sources.PackError(f"{solution.name}: {error}") from error
-        finally:
-            registry.cleanup()
-
-
-def is_ours(path: Path) -> bool:
-    """True if the file is a solution that was packed under its name."""
-    return f"The solution {path.stem}: `run` of ".encode() in path.read_bytes()
-
-
-def write_packed(
-    names: Sequence[str] = (),
-    output: Path | None = None,
-    root: Path = PACKAGE_DIR,
-    build: bool = True,
-    definition: MoeDefinition = DEFAULT,
-) -> list[Path]:
-    """Pack the named generations (all by default) into `output`. Return the paths of their JSON
-    files.
-
-    The default output is where flashinfer-bench looks for them. Packing all removes packed files of
-    generations that no longer exist, which flashinfer-bench would otherwise still run. Up-to-date
-    files are left alone. Files that were not packed are kept, except empty ones, which a crash
-    leaves.
-
-    Raises:
-        PackError: a generation cannot be packed.
-        UsageError: no generation has a name, or another file has a solution's path.
-        OSError: the output cannot be written.
-    """
-    every = sources.every_generation(root)
-    packed: dict[Path, bytes] = {}
-    for g in sources.select([g for g in every if g.definition == definition], names):
-        below = PACKED_DIR / g.metadata["author"] / definition.op_type / definition.name
-        path = (output or below) / f"{g.name}.json"
-        if path.is_file() and path.stat().st_size and not is_ours(path):
-            other = ", or name another --output" if output else ""
-            raise UsageError(f"{path} is no solution of ours: move it{other}")
-        packed[path] = sources.pack(g)
-    for path, content in packed.items():
-        if not path.is_file() or path.read_bytes() != content:
-            if build:
-                validate(content, ROOT / definition.path)
-            write_file(path, content)
-    known = {g.name for g in every}
-    for folder in {path.parent for path in packed} if not names else ():
-        for path in folder.glob("*.json"):
-            if path.stem not in known and is_ours(path):
-                path.unlink()
-    return list(packed)
-
-
-# --- export ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -354,7 +274,7 @@ def write_tree(
         for name, content in files.items():
             write_file(folder / name, content)
         for path in folder.glob("solutions/**/*.json"):
-            validate(path.read_bytes())
+            sources.validate(path.read_bytes())
         folder.replace(output)
     return [output / name for name in files]
 
@@ -418,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for generation in sources.generations(definition=args.definition):
             print(f"{generation.name}  {generation.path.name}")
     else:
-        for path in write_packed(args.names, args.output, definition=args.definition):
+        for path in sources.write_packed(args.names, args.output, definition=args.definition):
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     return EXIT_OK
 

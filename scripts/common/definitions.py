@@ -10,7 +10,7 @@ publish.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -196,6 +196,29 @@ def size_of(axes: Mapping[str, Any]) -> int:
     """Return the number that lists a workload with these axes: its tokens, the T of the tables; 0
     for another operation's workload."""
     return int(axes.get("seq_len", 0))
+
+
+def select(
+    sizes: Mapping[str, int], selectors: Sequence[str], max_tokens: int | None = None
+) -> list[str]:
+    """Return the workloads (uuids, of these token counts) that a selector names by T (`901` or
+    `T=901`) or by the beginning of the uuid, in their order, or all without selectors. `max_tokens`
+    is a further limit. Raises UsageError: a selector names none, or none is left."""
+
+    def chooses(selector: str, uuid: str) -> bool:
+        number = selector[2:] if selector.upper().startswith("T=") else selector
+        if number.isdigit() and (number != selector or int(number) in sizes.values()):
+            return int(number) == sizes[uuid]
+        return uuid.startswith(selector.lower())
+
+    if unused := [s for s in selectors if not any(chooses(s, uuid) for uuid in sizes)]:
+        raise UsageError(
+            f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
+        )
+    named = [u for u in sizes if not selectors or any(chooses(s, u) for s in selectors)]
+    if chosen := [u for u in named if max_tokens is None or sizes[u] <= max_tokens]:
+        return chosen
+    raise UsageError("no workload is left by this selection")
 
 
 def full_name(name: str) -> str:

@@ -134,8 +134,6 @@ if started and ROOT / "scripts" in Path(started).resolve().parents:
     for each in ENDING:
         if signal.getsignal(each) != signal.SIG_IGN:
             signal.signal(each, interrupt)
-    if os.name == "posix":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # run.py blocks it
 
 
 def os_error(error: OSError) -> str:

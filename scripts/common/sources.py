@@ -13,13 +13,16 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import shlex
 import string
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from moe_fp8.cache import PACKAGE, ClosureError, import_closure
 
@@ -27,18 +30,19 @@ from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
 from scripts.common.program import (
     BASELINES,
     PACKAGE_DIR,
+    PACKED_DIR,
     PREFIX,
     RESULTS_DIR,
+    ROOT,
     Failure,
     UsageError,
     short_name,
+    write_file,
 )
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Solution
     from packaging.requirements import Requirement
-
-    from scripts.data.rows import Rows
 
 HOPPER = ["NVIDIA_H100", "NVIDIA_H200"]
 BLACKWELL = ["NVIDIA_B200", "NVIDIA_GB200", "NVIDIA_B300", "NVIDIA_GB300"]
@@ -235,6 +239,79 @@ def select(candidates: Sequence[Generation], names: Sequence[str]) -> list[Gener
     return [g for g in candidates if not names or called[g.name] & set(names)]
 
 
+# --- the packed files -----------------------------------------------------------------------------
+
+
+def validate(packed: bytes, definition: Path = ROOT / DEFAULT.path) -> None:
+    """Load the JSON as flashinfer-bench does and build it for the definition in that file, which
+    imports its entry point. It is built in a directory of its own: cleaning up the shared one could
+    remove the sources of a benchmark that runs at the same time."""
+    from flashinfer_bench.compile import BuilderRegistry
+    from flashinfer_bench.compile.builder import BuildError
+    from flashinfer_bench.compile.builders import PythonBuilder, TritonBuilder
+    from flashinfer_bench.data import Definition, Solution, load_json_file
+
+    solution = Solution.model_validate_json(packed)
+    registry = BuilderRegistry([b() for b in (TritonBuilder, PythonBuilder) if b.is_available()])
+    with (
+        tempfile.TemporaryDirectory(prefix="pack-") as directory,
+        mock.patch.dict(os.environ, FIB_CACHE_PATH=directory),
+    ):
+        try:
+            registry.build(load_json_file(Definition, definition), solution)
+        except BuildError as error:
+            raise PackError(f"{solution.name}: {error}") from error
+        finally:
+            registry.cleanup()
+
+
+def is_ours(path: Path) -> bool:
+    """True if the file is a solution that was packed under its name."""
+    return f"The solution {path.stem}: `run` of ".encode() in path.read_bytes()
+
+
+def write_packed(
+    names: Sequence[str] = (),
+    output: Path | None = None,
+    root: Path = PACKAGE_DIR,
+    build: bool = True,
+    definition: MoeDefinition = DEFAULT,
+) -> list[Path]:
+    """Pack the named generations (all by default) into `output`. Return the paths of their JSON
+    files.
+
+    The default output is where flashinfer-bench looks for them. Packing all removes packed files of
+    generations that no longer exist, which flashinfer-bench would otherwise still run. Up-to-date
+    files are left alone. Files that were not packed are kept, except empty ones, which a crash
+    leaves.
+
+    Raises:
+        PackError: a generation cannot be packed.
+        UsageError: no generation has a name, or another file has a solution's path.
+        OSError: the output cannot be written.
+    """
+    every = every_generation(root)
+    packed: dict[Path, bytes] = {}
+    for g in select([g for g in every if g.definition == definition], names):
+        below = PACKED_DIR / g.metadata["author"] / definition.op_type / definition.name
+        path = (output or below) / f"{g.name}.json"
+        if path.is_file() and path.stat().st_size and not is_ours(path):
+            other = ", or name another --output" if output else ""
+            raise UsageError(f"{path} is no solution of ours: move it{other}")
+        packed[path] = pack(g)
+    for path, content in packed.items():
+        if not path.is_file() or path.read_bytes() != content:
+            if build:
+                validate(content, ROOT / definition.path)
+            write_file(path, content)
+    known = {g.name for g in every}
+    for folder in {path.parent for path in packed} if not names else ():
+        for path in folder.glob("*.json"):
+            if path.stem not in known and is_ours(path):
+                path.unlink()
+    return list(packed)
+
+
 # --- sources that have changed since a measurement ------------------------------------------------
 
 
@@ -302,8 +379,9 @@ def _list(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def changed_since(rows: "Rows", name: str) -> str:
-    """Return the `remark` on a measurement: on the solutions whose sources its rows name."""
+def changed_since(rows: Any, name: str) -> str:
+    """Return the `remark` on a measurement of `rows`, on the solutions whose sources its rows
+    name."""
     hashes = rows.hashes(name)
     return remark({solution: {was} for solution, was in hashes.items()}, "this measurement")
 
