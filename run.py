@@ -135,9 +135,9 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """Return the programs by name."""
-    folders = ROOT / "scripts", ROOT / "scripts" / "programs"
-    every = sorted(path for folder in folders for path in folder.glob("*.py"))
-    return {path.stem: path for path in every if path.stem != "options"}
+    folders = ROOT / "scripts", ROOT / "scripts" / "programs"  # of the second, until the merge
+    every = {path.stem: path for folder in folders for path in folder.glob("*.py")}
+    return {name: every[name] for name in sorted(every) if name != "options"}
 
 
 def docstring(path: Path) -> str:
