@@ -198,9 +198,10 @@ def collect(
     that have some. `options` are those of `back`. Raises Refused, PackError, UsageError."""
     from scripts.data.traces import read_results
 
+    chosen = sources.select(sources.generations(), [Path(name).name for name in names])
     frame = read_results(results, DEFINITION)
     exports, refused = [], []
-    for generation in sources.select(sources.generations(), [Path(name).name for name in names]):
+    for generation in chosen:
         export = export_of(generation, author)
         try:
             traces, remark = back(export.solution, frame, **options)

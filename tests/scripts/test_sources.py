@@ -1,6 +1,8 @@
-"""Packing: deterministic, validated, and self-contained bundles that every loader can call."""
+"""Packed solutions: deterministic, validated, self-contained bundles that every loader can call;
+the machines that can run a solution, and sources that have changed since a measurement."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -13,29 +15,46 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import one_token
 import pytest
 import torch
+from flashinfer_bench.data import Solution
 from one_token import arguments
 from programs import call, packed_once
-from test_definitions import KINDS, reference
-from test_gemm_definitions import arguments as gemm_arguments
-from test_gemm_definitions import new_output
+from small import solution
+from small_record import ranked, trace
 
-from scripts.common import files
-from scripts.common.command_line import UsageError
-from scripts.common.definitions import (
-    CONTIGUOUS,
-    DEFAULT,
-    GEMMS,
-    MASKED,
-    MOE,
-    Entry,
-    GemmDefinition,
+from scripts.common import sources
+from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
+from scripts.common.program import (
+    BASELINES,
+    DEFINITION,
+    PACKAGE_DIR,
+    ROOT,
+    UsageError,
+    say_skipped,
+    write_file,
 )
-from scripts.common.project import BASELINES, DEFINITION, PACKAGE_DIR, ROOT
+from scripts.common.sources import (
+    FOREIGN,
+    NEEDS_GPU,
+    Machine,
+    capability_of,
+    installed_version,
+    is_peer,
+    other_versions,
+    own_hashes,
+    split_available,
+    split_foreign,
+    why_not,
+)
+from scripts.data.rows import Writer
 from scripts.measure import plan
-from scripts.pack import pack
-from scripts.pack.availability import NEEDS_GPU
+
+GENERATIONS = {g.name: g for g in sources.generations()}
+OURS = {name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES}
+KINDS = list({(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in MOE[:0:-1]}.values())
+"""The first of the definitions whose code differs in sizes only."""
 
 GENERATION = '''"""What it is."""
 
@@ -65,7 +84,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def write(package: Path, *names: str, build: bool = False) -> list[Path]:
-    return pack.write_packed(names, output=package.parent / "packed", root=package, build=build)
+    return sources.write_packed(names, output=package.parent / "packed", root=package, build=build)
 
 
 def names_in(directory: Path) -> set[str]:
@@ -86,14 +105,14 @@ def test_the_program_lists_generations_and_packs_one_into_the_same_bytes_each_ti
     assert listed == [f"{g.name}  {g.path.name}" for g in GENERATIONS.values()]
     done = call("pack", "v1_loop_padding", "--output", tmp_path)
     assert done.returncode == 0 and "KiB" in done.stdout, done.stderr
-    again = pack.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
+    again = sources.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
     assert (tmp_path / "cutedsl_moe_fp8_v1.json").read_bytes() == again
 
 
 def test_reading_a_generation_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from scripts.pack import pack; assert pack.generations(); "
-        "pack.pack(pack.generations()[0]); "
+        "import sys; from scripts.common import sources; assert sources.generations(); "
+        "sources.pack(sources.generations()[0]); "
         "sys.exit(bool({'torch', 'numpy', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
         "& sys.modules.keys()))"
     )
@@ -110,16 +129,11 @@ def test_line_endings_of_a_checkout_make_no_other_solution(package: Path) -> Non
     assert path.read_bytes() == unix and b"\\r" not in unix
 
 
-def test_a_generation_packs_no_other_generation_and_a_peers_gemm_no_kernel_of_ours() -> None:
+def test_a_generation_packs_no_other_generation() -> None:
     own = {f"moe_fp8/{g.path.relative_to(PACKAGE_DIR).as_posix()}": g for g in GENERATIONS.values()}
     for entry, generation in own.items():
-        sources = [s["path"] for s in json.loads(packed_once(generation))["sources"]]
-        assert sources == sorted(sources) and set(sources) & set(own) == {entry}
-        assert not any("/gemms/" in path for path in sources)
-    for generation in (g for of in GEMMS[::2] for g in pack.generations(definition=of)):
-        paths = [source["path"] for source in json.loads(packed_once(generation))["sources"]]
-        kernels = any(path.startswith("moe_fp8/kernels/") for path in paths)
-        assert kernels != (generation.path.parent.name == BASELINES)
+        paths = [s["path"] for s in json.loads(packed_once(generation))["sources"]]
+        assert paths == sorted(paths) and set(paths) & set(own) == {entry}
 
 
 def test_a_solution_has_what_its_file_says_and_for_the_rest_our_own_kernels_defaults(
@@ -131,12 +145,12 @@ def test_a_solution_has_what_its_file_says_and_for_the_rest_our_own_kernels_defa
     assert (solution["author"], solution["description"]) == ("somebody", "What it is.")
     assert solution["spec"]["entry_point"] == "main.py::run"
     assert solution["spec"]["destination_passing_style"] is True
-    sources = ["main.py", "moe_fp8/__init__.py", "moe_fp8/gen.py", "moe_fp8/helper.py"]
-    assert [s["path"] for s in solution["sources"]] == sources
+    paths = ["main.py", "moe_fp8/__init__.py", "moe_fp8/gen.py", "moe_fp8/helper.py"]
+    assert [s["path"] for s in solution["sources"]] == paths
     least = 'SOLUTION: dict = {"name": "sample"}'
     (package / "gen.py").write_text(re.sub("SOLUTION = {.*?}", least, GENERATION, flags=re.DOTALL))
     (path,) = write(package)
-    made, ours = json.loads(path.read_text()), json.loads(packed_of(OWN[0]))
+    made, ours = json.loads(path.read_text()), json.loads(packed_of("cutedsl_moe_fp8_v1"))
     assert (made["author"], made["spec"]) == ("moe-fp8-cutedsl", ours["spec"])
     assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in made["spec"]["dependencies"]
 
@@ -159,7 +173,7 @@ def test_a_bad_generation_is_refused_with_the_reason(old, new, message, package)
     content = path.read_bytes()
     (package / "empty.py").write_text("\n")
     (package / "gen.py").write_text(GENERATION.replace(old, new))
-    with pytest.raises(pack.PackError, match=message):
+    with pytest.raises(sources.PackError, match=message):
         write(package, build=True)
     assert path.read_bytes() == content and names_in(path.parent) == {path.name}
 
@@ -168,7 +182,7 @@ def test_unknown_names_are_refused_and_so_are_two_generations_of_one_name(packag
     with pytest.raises(UsageError, match="there are: sample"):
         write(package, "absent")
     (package / "twin.py").write_text(GENERATION)
-    with pytest.raises(pack.PackError, match=r"gen\.py and twin\.py"):
+    with pytest.raises(sources.PackError, match=r"gen\.py and twin\.py"):
         write(package)
 
 
@@ -202,17 +216,17 @@ def test_a_file_in_a_solutions_place_is_refused(content: str, package, monkeypat
     with pytest.raises(UsageError, match="sample.json is no solution of ours: .* --output$"):
         write(package)
     assert [p.read_text() for p in output.iterdir()] == [content]
-    monkeypatch.setattr(pack, "PACKED_DIR", package.parent / "data")
-    (path,) = pack.write_packed(root=package, build=False)
+    monkeypatch.setattr(sources, "PACKED_DIR", package.parent / "data")
+    (path,) = sources.write_packed(root=package, build=False)
     path.write_text("notes")
     with pytest.raises(UsageError, match="sample.json is no solution of ours: move it$"):
-        pack.write_packed(root=package, build=False)
+        sources.write_packed(root=package, build=False)
 
 
 def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(pack, "PACKED_DIR", Path("/dev/null/packed"))
-    monkeypatch.setattr(pack, "validate", lambda *_: None)
-    monkeypatch.setattr(pack, "pack", packed_once)
+    monkeypatch.setattr(sources, "PACKED_DIR", Path("/dev/null/packed"))
+    monkeypatch.setattr(sources, "validate", lambda *_: None)
+    monkeypatch.setattr(sources, "pack", packed_once)
     trace_set, packed = plan.load_with_ours(ROOT)
     names = {solution.name for solution in packed}
     assert names == GENERATIONS.keys() <= {s.name for s in trace_set.solutions[DEFINITION]}
@@ -236,15 +250,15 @@ def test_definitions_have_their_own_folders_and_packing_one_removes_nothing_of_o
     package: Path, monkeypatch
 ) -> None:
     data, definition = package.parent / "data", MOE[1]
-    monkeypatch.setattr(pack, "PACKED_DIR", data / "solutions")
+    monkeypatch.setattr(sources, "PACKED_DIR", data / "solutions")
     for name in ("layer/__init__.py", "layer/calls.py"):
-        files.write(package / name, '"""Empty."""\n')
+        write_file(package / name, '"""Empty."""\n')
     text = GENERATION.replace('"author"', '"routings": ("deepseek_v3",),\n    "author"')
     (package / "gen.py").write_text(text)
     (package / "gone.py").write_text(text.replace("sample", "gone"))
 
-    def packed(definition: Entry, output: Path | None = None) -> list[Path]:
-        return pack.write_packed((), output, root=package, build=False, definition=definition)
+    def packed(definition: MoeDefinition, output: Path | None = None) -> list[Path]:
+        return sources.write_packed((), output, root=package, build=False, definition=definition)
 
     folder = data / "solutions/somebody/moe" / definition.name
     sample, gone = folder / "sample_kimi_k2.json", folder / "gone_kimi_k2.json"
@@ -259,8 +273,6 @@ def test_definitions_have_their_own_folders_and_packing_one_removes_nothing_of_o
 
 # --- what a bundle does --------------------------------------------------------------------------
 
-GENERATIONS = {g.name: g for g in pack.generations()}
-OWN = [name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES]
 DEFINED = json.loads((ROOT / DEFAULT.path).read_text("utf-8"))
 
 
@@ -329,7 +341,7 @@ def test_a_bundle_loads_and_runs_however_its_entry_file_is_imported(
     # FlashInfer calls by name, flashinfer-bench and SOL-ExecBench by position.
     assert list(inspect.signature(run).parameters) == [*DEFINED["inputs"], *DEFINED["outputs"]]
     values, expected = arguments()
-    if name in OWN:
+    if name in OURS:
         run(**values)
         torch.testing.assert_close(values["output"].float(), expected, rtol=0.05, atol=0)
     else:
@@ -396,51 +408,27 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
 
 
 LAYERS = {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe", "hpc_ops_moe"}
-PACKED = {
-    CONTIGUOUS: {"contiguous", "deepgemm_contiguous"},
-    MASKED: {"masked", "deepgemm_masked"},
-}
-OTHERS = [*KINDS, *GEMMS]
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
-def test_bundles_of_other_definitions(definition: Entry, tmp_path: Path) -> None:
+@pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short)
+def test_bundles_of_other_definitions(definition: MoeDefinition, tmp_path: Path) -> None:
     """Our bundle computes; a peer's needs a GPU."""
-    found = {g.path.stem: g for g in pack.generations(definition=definition)}
-    if gemm := isinstance(definition, GemmDefinition):
-        inputs, names = gemm_arguments(definition.rows), PACKED[definition.rows]
-        values, wanted = [*inputs, new_output(inputs)], reference(definition)(*inputs)
-    else:
-        by_name, wanted = arguments(ROOT / definition.path)
-        values, names = list(by_name.values()), LAYERS
-        names = {n for n in names if n.startswith("v")} if definition.swiglu_limit else names
+    found = {g.path.stem: g for g in sources.generations(definition=definition)}
+    values, wanted = arguments(ROOT / definition.path)
+    names = {n for n in LAYERS if n.startswith("v") or not definition.swiglu_limit}
     assert set(found) == names
-    for stem in names if gemm else names & {"v5_fused", "triton_moe"}:
+    for stem in names & {"v5_fused", "triton_moe"}:
         generation, packed = found[stem], packed_once(found[stem])
         name = f"{generation.metadata['name']}_{definition.short}"
         assert generation.name == json.loads(packed)["name"] == name
         run = top_level(unpack(packed, tmp_path / name)).run
-        if generation.path.parent.name == BASELINES:
+        if stem == "triton_moe":
             with pytest.raises(RuntimeError, match="unsupported on cpu"):
-                run(*values)
+                run(**values)
         else:
-            run(*values)
-            torch.testing.assert_close(values[-1].float(), wanted.float(), rtol=0.05, atol=1e-3)
-
-
-@pytest.mark.parametrize("definition", OTHERS, ids=lambda d: d.short)
-def test_bench_has_what_there_is_for_a_definition(definition: Entry, monkeypatch) -> None:
-    monkeypatch.setattr(pack, "validate", lambda *_: None)
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda *_: None)
-    chosen = plan.choose(ROOT, use_gpu=False, definition=definition)
-    found = pack.generations(definition=definition)
-    names = [*(s.name for s in chosen.solutions), *chosen.skipped]
-    assert {*names} == {g.name for g in found}
-    peers = any(g.path.parent.name == BASELINES for g in found)
-    assert (NEEDS_GPU in chosen.skipped.values()) == peers
-    assert not any("sglang_moe" in name for name in names)
-    assert any("cutedsl_moe" in name for name in names) == (definition not in GEMMS)
+            run(**values)
+            torch.testing.assert_close(values["output"].float(), wanted, rtol=0.05, atol=1e-3)
 
 
 CALL_BUNDLES = """
@@ -465,11 +453,226 @@ assert not any(m == "moe_fp8" or m.startswith("moe_fp8.") for m in sys.modules),
 
 @pytest.mark.large_memory
 def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
-    packed = pack.write_packed(OWN, output=tmp_path / "packed", build=False)
+    packed = sources.write_packed(sorted(OURS), output=tmp_path / "packed", build=False)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["FIB_CACHE_PATH"] = str(tmp_path / "cache")
-    command = [sys.executable, "-c", CALL_BUNDLES, ROOT / DEFAULT.path, Path(__file__).parent]
+    command = [
+        sys.executable,
+        "-c",
+        CALL_BUNDLES,
+        ROOT / DEFAULT.path,
+        Path(one_token.__file__).parent,
+    ]
     result = subprocess.run(
         [*command, *packed], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+# --- the machines that can run a solution ---------------------------------------------------------
+
+INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}
+H200, CPU = Machine((9, 0), INSTALLED.get), Machine(None, INSTALLED.get)
+
+
+def solution_for(hardware: list[str], dependencies: list[str] | None = None) -> Solution:
+    content = solution("x").model_dump()
+    content["spec"] |= {"target_hardware": hardware, "dependencies": dependencies or []}
+    return Solution.model_validate(content)
+
+
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    {
+        (9, 0): "NVIDIA H100 80GB HBM3, NVIDIA_H200, h800, NVIDIA GH200 480GB, sm_90a",
+        (10, 0): "NVIDIA B200, sm100",
+        (10, 3): "GB300, sm_103",
+        (8, 0): "NVIDIA A100-SXM4-80GB",
+        (8, 9): "NVIDIA L40S, NVIDIA GeForce RTX 4090",
+        None: "NVIDIA X900, cuda, ",
+    }.items(),
+)
+def test_compute_capability_by_name(capability: tuple[int, int] | None, names: str) -> None:
+    assert {capability_of(name) for name in names.split(", ")} == {capability}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dependencies", "why"),
+    [
+        ("NVIDIA B200, GB200, B300", "absent==1.0", "unsupported on sm_90 (needs sm_100/103)"),
+        ("NVIDIA H100", "triton>=3, torch", None),  # H100 and H200 are both sm_90
+        # Packages that are absent are named as pip takes them.
+        ("NVIDIA H200", "torch, absent==1, a>=2", "not installed: pip install absent==1 'a>=2'"),
+        # Unknown requirements, and those that are no pip package, refuse nothing.
+        ("NVIDIA B200, NVIDIA X900", "torch", None),
+        ("cuda", "CUDA, cutlass, some toolkit 12.x, pywin32; sys_platform == 'win32'", None),
+    ],
+)
+def test_why_a_solution_cannot_run(hardware: str, dependencies: str, why: str | None) -> None:
+    wanted = solution_for(hardware.split(", "), dependencies.split(", "))
+    assert why_not(wanted, H200) == why
+    assert why_not(wanted, CPU) == NEEDS_GPU
+
+
+def test_a_version_other_than_the_pin_is_a_remark() -> None:
+    pinned = solution_for(["cuda"], ["sglang-kernel==0.4.2", "torch==2.11.0", "triton>=4"])
+    assert why_not(pinned, H200) is None
+    assert other_versions([pinned], H200) == [
+        "sglang-kernel 0.4.3 is installed, sglang-kernel==0.4.2 asked for by x",
+        "triton 3.6.0 is installed, triton>=4 asked for by x",
+    ]
+
+
+def by_us(module: str, content: str = "def run(): pass") -> Solution:
+    ours = solution_for(["NVIDIA H100"]).model_dump() | {
+        "name": module,
+        "author": "moe-fp8-cutedsl",
+    }
+    ours["sources"].append({"path": f"moe_fp8/{module}.py", "content": f"{content}  # {module}\n"})
+    return Solution.model_validate(ours)
+
+
+PACKED = [by_us("v4_flat"), by_us("baselines/x"), by_us("baselines_x")]
+OWN = own_hashes(PACKED)
+THEIRS = solution_for(["cuda"])
+IMPOSTOR = by_us("v4_flat", "raise SystemExit")
+"""Says that it is ours."""
+
+
+def test_peers_are_others_solutions_and_our_baselines() -> None:
+    peers = [s for s in (*PACKED, THEIRS, IMPOSTOR) if is_peer(s, OWN)]
+    assert peers == [PACKED[1], THEIRS, IMPOSTOR]
+
+
+def test_code_of_a_data_set_runs_only_where_it_is_asked_for() -> None:
+    every = [*PACKED, THEIRS, IMPOSTOR]
+    for named, run_foreign, runnable in (
+        ([], False, PACKED),
+        (["*", "?"], False, PACKED),  # a pattern names nothing
+        (["x"], False, [*PACKED, THEIRS]),
+        ([], True, every),
+    ):
+        may, reasons = split_foreign(every, PACKED, named, run_foreign)
+        assert may == runnable
+        assert reasons == {s.name: FOREIGN for s in every if s not in runnable}
+
+
+def test_on_the_cpu_only_ours_run_and_on_another_gpu_not_even_these() -> None:
+    every = [*PACKED[:2], THEIRS]
+    runnable, skipped = split_available(every, CPU, OWN)
+    assert runnable == every[:1] and skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
+    assert say_skipped(skipped | {"y": "no"}) == f"baselines/x, x: {NEEDS_GPU}; y: no"
+    assert split_available([IMPOSTOR], CPU, OWN) == ([], {"v4_flat": NEEDS_GPU})
+    assert split_available(every, H200, OWN) == (every, {})
+    _, skipped = split_available(every, Machine((8, 0), INSTALLED.get), OWN)
+    assert list(skipped) == ["v4_flat", "baselines/x"]
+
+
+def test_installed_versions_of_this_interpreter() -> None:
+    names = ("torch", "flashinfer_bench", "json", "no-such-package-at-all")
+    versions = [importlib.metadata.version(name) for name in ("torch", "flashinfer-bench")]
+    # A module without a distribution has none.
+    assert [installed_version(name) for name in names] == [*versions, "", None]
+
+
+def test_what_this_checkout_packs_runs_on_which_gpu() -> None:
+    """Ours on every GPU that they name, which there are kernels for; a peer where its library has
+    them."""
+    from moe_fp8.kernels.architectures import ARCHITECTURES
+
+    every = {n: Solution.model_validate_json(packed_once(g)) for n, g in GENERATIONS.items()}
+    own = own_hashes(every.values())
+    assert {name for name, s in every.items() if not is_peer(s, own)} == OURS and len(OURS) == 6
+    hopper, blackwell = (
+        {n for n, s in every.items() if why_not(s, Machine(c, lambda name: "1.0")) is None}
+        for c in ((9, 0), (10, 0))
+    )
+    assert hopper == set(every) - {"flashinfer_moe", "flashinfer_prims_ts_moe"}
+    assert blackwell - OURS == {
+        "flashinfer_moe", "flashinfer_prims_ts_moe", "sglang_moe", "triton_moe",
+        "triton_fused_moe_v2",
+    }  # fmt: skip
+    assert OURS < blackwell
+    targets = {gpu for s in every.values() for gpu in s.spec.target_hardware}
+    assert all(gpu.startswith("NVIDIA_") for gpu in targets), "upstream's viewer filters by these"
+    for name in OURS:
+        named = {capability_of(gpu) for gpu in every[name].spec.target_hardware}
+        assert named == {(9, 0), (10, 0), (10, 3)} == set(ARCHITECTURES)
+
+
+# --- sources that have changed --------------------------------------------------------------------
+
+V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
+GLM5, EP8, EP4 = (f"triton_moe_{of}" for of in ("glm5", "minimax_m2_ep8", "kimi_k2_ep4"))
+NOW = {V1: "1", V2: "2", "triton_moe": "3", GLM5: "3", EP8: "4", EP4: "4"}
+
+
+@pytest.fixture
+def now(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "current", lambda definition=None: NOW)
+
+
+@pytest.mark.parametrize(
+    ("measured", "changed", "unknown"),
+    [
+        ({}, "", ""),
+        ({V1: "1", "triton_moe": "3"}, "", ""),
+        ({V1: "0", "triton_moe": "3"}, "source of v1 has", ""),
+        ({V1: "0"}, "source of v1 has", ""),
+        ({V1: "0", V2: "2", "triton_moe": "0"}, "sources of v1 and triton_moe have", ""),
+        ({V1: "0", V2: "0", "triton_moe": "0"}, "sources of all 3 solutions have", ""),
+        # Someone else's solution, whose source is not here, and a generation that is no more.
+        ({V1: "0", V2: "0", "theirs": "0"}, "sources of v1 and v2 have", ""),
+        ({"cutedsl_moe_fp8_v0": "0", V1: "1", "theirs": "0"}, "source of v0 has", ""),
+        ({V1: "", V2: "0", "triton_moe": "3"}, "source of v2 has", "v1"),
+        ({V1: "10", "x": ""}, "source of v1 has", ""),  # measured twice
+        # A solution of several definitions is named once.
+        ({V1: "1", GLM5: "3", EP8: "3", EP4: "3"}, "source of triton_moe has", ""),
+    ],
+)
+def test_changed_sources_in_a_sentence(now, measured, changed: str, unknown: str) -> None:
+    """The hashes have one digit each."""
+    expected = [f"Since this run the {changed} changed."] if changed else []
+    expected += [f"It is not known which sources of {unknown} were measured."] if unknown else []
+    hashes = {name: set(was) or {""} for name, was in measured.items()}
+    assert sources.remark(hashes) == " ".join(expected)
+
+
+def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
+    made = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
+    made += [trace(V1, 7, 1.0, libs={"solution_hash": "2"}), trace(V2, 7, 1.0)]
+    (ranking,) = ranked(tmp_path, made)
+    assert sources.remark(ranking.hashes) == (
+        "Since this run the source of v1 has changed. It is not known which sources of v2 were "
+        "measured."
+    )
+
+
+def test_a_measurements_sources_are_those_that_its_rows_name(now) -> None:
+    changed = "Since this measurement the source of v1 has changed."
+    for was, remark in (("1", ""), ("0", changed), (None, "")):
+        into = Writer("stages", "a GPU", "m")
+        into.add({"tokens": 1}, "a config", solution=V1, hash=was)
+        into.add({"tokens": 1}, "triton_moe", hash="3" if was else None)
+        assert sources.changed_since(into.result, "stages") == remark
+
+
+def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "pack", packed_once)
+    packed = {g.name: Solution.model_validate_json(packed_once(g)) for g in sources.generations()}
+    assert sources.current() == {name: s.hash() for name, s in packed.items()}
+    assert len(set(sources.current().values())) == len(packed) > 4
+    # Of another definition's too.
+    name, hashes = MOE[1].packed_name("triton_moe"), sources.current(MOE[1])
+    assert sources.remark({name: {hashes[name]}}) == ""
+    assert "the source of triton_moe has changed" in sources.remark({name: {"another"}})
+    assert {g.name for g in sources.every_generation()} >= {*hashes, *packed}
+
+
+def test_sources_that_cannot_be_packed_are_one_line(monkeypatch) -> None:
+    def generations(definition: object) -> list[sources.Generation]:
+        raise sources.PackError("gen.py: no docstring")
+
+    monkeypatch.setattr(sources, "generations", generations)
+    with pytest.raises(UsageError, match="cannot be packed: gen.py: no docstring"):
+        sources.packed.__wrapped__()
