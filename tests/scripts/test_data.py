@@ -14,19 +14,21 @@ import pytest
 import safetensors.torch
 import torch
 from flashinfer_bench.bench.utils import load_safetensors
+from flashinfer_bench.data import Definition, Trace, load_json_file
 from programs import call
 
-from scripts.common.definitions import DEFAULT, GEMMS, MASKED, MOE, TABLE, MoeDefinition
-from scripts.common.project import ROOT
-from scripts.data import dataset, synthetic_logits, workload_specs
-from scripts.data.synthetic_logits import LogitModel, draw_logits, routing_bias
-from scripts.data.workload_specs import WorkloadSpec, load_specs
+from scripts import data
+from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
+from scripts.common.program import ROOT
+from scripts.data import LogitModel, WorkloadSpec, draw_logits, load_specs, routing_bias
 
 OFFICIAL = "c53ef9ae0696cbb3093dbc1e6bdc4cb114618fabfe430158d4c33f54a400dbed"
 """Digest of the uuids, token counts and first experts of the official data set."""
 SPECS = load_specs()
+KINDS = (DEFAULT, MOE[1], MOE[3])
+"""One definition of each interface, and one with a drawn bias."""
 SMALLEST = min(SPECS, key=lambda spec: spec.seq_len)
-every = pytest.mark.parametrize("definition", TABLE, ids=lambda d: d.short or "default")
+every = pytest.mark.parametrize("definition", MOE, ids=lambda d: d.short or "default")
 LARGE = 10000
 """Tokens from which a draw takes seconds."""
 SMALL = 1024
@@ -48,11 +50,11 @@ by_draw = pytest.mark.parametrize(
 
 
 @functools.cache
-def draw_of(uuid: str, definition: MoeDefinition) -> synthetic_logits.Draw:
+def draw_of(uuid: str, definition: MoeDefinition) -> data.Draw:
     return next(spec for spec in load_specs(definition) if spec.uuid == uuid).draw()
 
 
-def draw(spec: WorkloadSpec) -> synthetic_logits.Draw:
+def draw(spec: WorkloadSpec) -> data.Draw:
     return draw_of(spec.uuid, spec.definition)
 
 
@@ -60,28 +62,26 @@ def draw(spec: WorkloadSpec) -> synthetic_logits.Draw:
 
 
 def test_the_default_workloads_are_the_official_ones_in_their_order() -> None:
-    traces = dataset.load(ROOT)[0].workloads[DEFAULT.name]
-    found = [(t.workload.uuid, dataset.tokens(t.workload), t.workload.inputs) for t in traces]
-    named = [(u, t, inputs["local_expert_offset"].value) for u, t, inputs in found]
+    named = [(spec.uuid, spec.seq_len, spec.local_expert_offset) for spec in SPECS]
     assert hashlib.sha256(repr(named).encode()).hexdigest() == OFFICIAL
-    assert all(inputs["routed_scaling_factor"].value == 2.5 for *_, inputs in found)
+    assert DEFAULT.routed_scaling_factor == 2.5
 
 
 @every
 def test_files_are_what_is_written_of_the_specs(definition, tmp_path) -> None:
     specs = load_specs(definition)
     assert definition.tokens in ((), tuple(s.seq_len for s in specs))
-    for path in workload_specs.write_specs(specs, tmp_path):
+    for path in data.write_specs(specs, tmp_path):
         committed = json.loads if path.suffix == ".json" else str
         written = (path.read_text(), (ROOT / path.relative_to(tmp_path)).read_text())
         assert committed(written[0]) == committed(written[1])
 
 
-@pytest.mark.parametrize("definition", TABLE[1:], ids=lambda d: d.short)
+@pytest.mark.parametrize("definition", MOE[1:], ids=lambda d: d.short)
 def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) -> None:
     """Its smaller ones here: a draw of many tokens takes long."""
     small = replace(definition, tokens=tuple(t for t in definition.tokens if t <= SMALL))
-    made = workload_specs.own_specs(small)
+    made = data.own_specs(small)
     assert [replace(spec, definition=definition) for spec in made] == load_specs(definition)[
         : len(made)
     ]
@@ -91,9 +91,9 @@ def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) ->
 
 
 @by_draw
-def test_a_draw_has_the_bytes_counts_and_moments_of_the_spec(spec) -> None:
+def test_a_draw_has_the_tensors_counts_and_moments_of_the_spec(spec) -> None:
     made, definition = draw(spec), spec.definition
-    assert hashlib.sha256(spec.content(made)).hexdigest() == spec.sha256
+    assert data.digest(spec.tensors(made)) == spec.sha256
     assert made.redrawn == spec.redrawn
     local = made.ids - spec.local_expert_offset
     here = (local >= 0) & (local < definition.num_local_experts)
@@ -105,7 +105,7 @@ def test_a_draw_has_the_bytes_counts_and_moments_of_the_spec(spec) -> None:
         "max": max(rows.values()),
     }
     # Or a different rounding of exp could redraw another row on another machine.
-    assert made.margin_gap > workload_specs.MIN_MARGIN_GAP
+    assert made.margin_gap > data.MIN_MARGIN_GAP
     mean, std = (-1.6706, 0.6560) if "ds_routing" in definition.name else (0, 1)
     assert abs(made.logits.mean(dtype=np.float64) - mean) < 2e-3
     assert abs(made.logits.std(dtype=np.float64) - std) < 2e-3
@@ -146,7 +146,7 @@ def test_no_choice_hangs_on_a_small_margin(spec) -> None:
 
 
 def test_a_draw_without_margins_ends(monkeypatch) -> None:
-    monkeypatch.setattr(synthetic_logits, "MIN_MARGIN", 10.0)
+    monkeypatch.setattr(data, "MIN_MARGIN", 10.0)
     with pytest.raises(RuntimeError, match="margin"):
         draw_logits(LogitModel(seed=1), 1, 0)
 
@@ -160,53 +160,30 @@ def test_the_captured_bias() -> None:
     assert {bias[3], bias[90], bias[253]} == {4.96875} and bias.count(4.96875) == 101
 
 
-@every
+@pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short or "default")
 def test_inputs_of_a_workload(definition, tmp_path) -> None:
     """Made by the program, and as flashinfer-bench loads what the definition says."""
-    trace_set, _ = dataset.load(ROOT, definition)
-    loaded_definition = dataset.definition_of(trace_set)
-    specs = {s.uuid: s for s in load_specs(definition) if s.seq_len <= 80 or definition in GEMMS}
-    traces = [t for t in trace_set.workloads[definition.name] if t.workload.uuid in specs][:8]
-    wanted = [trace.workload.uuid for trace in traces]
+    loaded_definition = load_json_file(Definition, ROOT / definition.path)
+    specs = {s.uuid: s for s in load_specs(definition) if s.seq_len <= 16}
     of = ["--definition", definition.short] if definition.short else []
-    done = call("data", "--root", tmp_path, *of, "--workloads", *wanted)
-    assert done.returncode == 0 and len(list(tmp_path.rglob("*.safetensors"))) == len(traces)
-    for trace in traces:
-        spec, inputs = specs[trace.workload.uuid], trace.workload.inputs
-        content = (tmp_path / workload_specs.blob_path(spec)).read_bytes()
-        assert hashlib.sha256(content).hexdigest() == spec.sha256
+    done = call("data", "--root", tmp_path, *of, "--workloads", *specs)
+    assert done.returncode == 0 and len(list(tmp_path.rglob("*.safetensors"))) == len(specs)
+    for line in (ROOT / data.workloads_path(definition)).read_text().splitlines():
+        trace = Trace.model_validate_json(line)
+        if (spec := specs.get(trace.workload.uuid)) is None:
+            continue
+        inputs = trace.workload.inputs
         loaded = load_safetensors(loaded_definition, trace.workload, tmp_path)
         assert list(inputs) == list(loaded_definition.inputs)
-        pinned = {
-            name: declared.value for name, declared in inputs.items() if declared.type == "scalar"
-        }
-        if isinstance(definition, MoeDefinition):
-            assert set(loaded) == {name for name in inputs if name.startswith("routing")}
-            assert np.array_equal(loaded["routing_logits"].float().numpy(), draw(spec).logits)
-            factor = pinned.get("routed_scaling_factor", 1.0)
-            assert factor == definition.routed_scaling_factor
-            continue
-        ((name, tensor),) = loaded.items()
-        (size,) = trace.workload.axes.values()
-        assert dataset.tokens(trace.workload) == size
-        if definition.rows == MASKED:
-            assert name == "masked_m" and tuple(tensor.tolist()) == spec.rows
-            assert max(spec.rows) <= size and size % 128 == 0
-            assert pinned == {"expected_m": -(-spec.seq_len // 32)}
-        else:
-            assert name == "m_indptr" and tuple(np.diff(tensor)) == spec.rows
-            assert tensor[0] == 0 and tensor[-1] == size
-
-
-@pytest.mark.parametrize("definition", GEMMS, ids=lambda d: d.short)
-def test_rows_are_those_of_the_layers_workload(definition) -> None:
-    layers = {spec.uuid: spec for spec in SPECS}
-    for spec in load_specs(definition):
-        layer = layers[spec.layer]
-        assert layer.seq_len == spec.seq_len and sum(spec.rows) == layer.counts["pairs"]
-        if layer.seq_len < LARGE:
-            of_expert = Counter((draw(layer).ids - layer.local_expert_offset).flatten().tolist())
-            assert spec.rows == tuple(of_expert[expert] for expert in range(32))
+        assert set(loaded) == {name for name in inputs if name.startswith("routing")}
+        assert np.array_equal(loaded["routing_logits"].float().numpy(), draw(spec).logits)
+        if "routing_bias" in loaded:
+            bias = loaded["routing_bias"].float().numpy()
+            assert np.array_equal(bias, routing_bias(definition))
+        pinned = {name: i.value for name, i in inputs.items() if i.type == "scalar"}
+        factor = pinned.get("routed_scaling_factor", 1.0)
+        assert factor == definition.routed_scaling_factor
+        assert pinned.get("local_expert_offset", 0) == spec.local_expert_offset
 
 
 def test_tensors_that_are_damaged_are_made_again_and_those_of_another_origin_kept(tmp_path) -> None:
@@ -215,9 +192,12 @@ def test_tensors_that_are_damaged_are_made_again_and_those_of_another_origin_kep
     (path,) = tmp_path.rglob("*.safetensors")
     content, stamp = path.read_bytes(), path.stat().st_mtime_ns
     assert call(*smallest).stderr.endswith("up to date\n") and path.stat().st_mtime_ns == stamp
+    tensors = safetensors.torch.load(content)
     for damaged in (b"", content[:5], content[:700], content[:-1] + b"\1", b"\xff" * 64):
         path.write_bytes(damaged)
-        assert call(*smallest).stderr.endswith("made\n") and path.read_bytes() == content
+        assert call(*smallest).stderr.endswith("made\n")
+        again = safetensors.torch.load_file(path)
+        assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
     captured = {"routing_logits": torch.zeros(1, 256), "routing_bias": torch.zeros(256).bfloat16()}
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1576\n"
     for other in (safetensors.torch.save(captured), pointer):
@@ -229,7 +209,7 @@ def test_tensors_that_are_damaged_are_made_again_and_those_of_another_origin_kep
 
 def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch) -> None:
     wrong = [replace(spec, model=replace(spec.model, seed=99)) for spec in SPECS]
-    monkeypatch.setattr(workload_specs, "load_specs", lambda definition: wrong)
+    monkeypatch.setattr(data, "load_specs", lambda definition: wrong)
     done = call("data", "--root", tmp_path, "--workloads", SMALLEST.uuid)
     assert done.returncode == 1 and re.search(f"{SMALLEST.uuid}.* out of step", done.stderr)
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -239,7 +219,7 @@ def test_the_program(tmp_path: Path) -> None:
     root = ["--root", tmp_path / "new"]
     assert call("data", *root, "--workloads", "e05c", "8f1f", "--max-tokens", "79").returncode == 0
     (made,) = (tmp_path / "new").rglob("*.safetensors")
-    assert made == tmp_path / "new" / workload_specs.blob_path(SMALLEST)
+    assert made == tmp_path / "new" / data.blob_path(SMALLEST)
     (tmp_path / "file").write_text("")
     for arguments, message in (
         ([*root, "--workloads", "nope"], "no workload matches nope"),
@@ -250,7 +230,7 @@ def test_the_program(tmp_path: Path) -> None:
     ):
         done = call("data", *arguments)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-    done = call("data", *root, "--specs", "--definition", "gemm1_masked")
+    done = call("data", *root, "--specs", "--definition", "qwen3_next")
     assert done.returncode == 0
     for line in done.stdout.splitlines():
         assert Path(line).read_text() == (ROOT / Path(line).relative_to(root[1])).read_text()

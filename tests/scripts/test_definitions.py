@@ -9,14 +9,12 @@ import pytest
 import torch
 from flashinfer_bench.data import Definition, load_json_file
 from moe_fp8.call import Form, MoeInputs, MoeShape, check_call, run_of, signature
-from moe_fp8.gemms.checks import validate_contiguous, validate_masked
 from moe_fp8.ladder import v4_flat, v5_fused, v6_fused_hifi
 
 from scripts.common import definitions
-from scripts.common.command_line import UsageError
-from scripts.common.definitions import DEFAULT, MASKED, MOE, TABLE, Entry, MoeDefinition
+from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
 from scripts.common.metrics import calc_diff
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT, UsageError
 from scripts.data import dataset
 from scripts.table import recorded
 
@@ -30,14 +28,14 @@ NUM_EXPERTS = dict.fromkeys(
 """Experts of the models. The others have 128, all of them local, and no such axis."""
 
 
-def named(definition: Entry) -> str:
+def named(definition: MoeDefinition) -> str:
     return definition.short or "default"
 
 
-every = pytest.mark.parametrize("definition", TABLE, ids=named)
+every = pytest.mark.parametrize("definition", MOE, ids=named)
 
 
-def load(definition: Entry) -> Definition:
+def load(definition: MoeDefinition) -> Definition:
     return load_json_file(Definition, ROOT / definition.path)
 
 
@@ -48,23 +46,16 @@ def load(definition: Entry) -> Definition:
 def test_name_axes_and_inputs_are_those_that_our_solutions_take(definition) -> None:
     """Names of definitions and their inputs are those of the public data set."""
     loaded = load(definition)
-    (var,) = loaded.var_axes
     assert (loaded.name, loaded.op_type) == (definition.name, definition.op_type)
-    assert var in ("seq_len", "total_rows", "max_rows")
-    dims = loaded.get_input_shapes({var: 256}) + loaded.get_output_shapes({var: 256})
+    assert list(loaded.var_axes) == ["seq_len"]
+    dims = loaded.get_input_shapes({"seq_len": 256}) + loaded.get_output_shapes({"seq_len": 256})
     given = {
         name: torch.empty(shape, dtype=getattr(torch, spec.dtype.value), device="meta")
         if shape is not None
         else 1
         for (name, spec), shape in zip((loaded.inputs | loaded.outputs).items(), dims, strict=True)
     }
-    sizes = {k: int(v) for k, v in re.findall(r"_(e|h|i|n|k|topk)(\d+)", definition.name)}
-    if not isinstance(definition, MoeDefinition):
-        masked = definition.rows == MASKED
-        (validate_masked if masked else validate_contiguous)(*given.values())
-        assert {"e": definition.experts, "n": definition.n, "k": definition.k} == sizes
-        assert masked == ("zero in the output" in loaded.description) == ("_masked_" in loaded.name)
-        return
+    sizes = {k: int(v) for k, v in re.findall(r"_(e|h|i|topk)(\d+)", definition.name)}
     shape, output = MoeShape(**definition.shape), given.pop("output")
     absent = {"routing_bias": None, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
     assert check_call(MoeInputs(**(absent | given)), output, shape) == 256
@@ -76,7 +67,7 @@ def test_name_axes_and_inputs_are_those_that_our_solutions_take(definition) -> N
     assert shape.num_experts == NUM_EXPERTS.get(definition.short, 128)
 
 
-def sized(definition: Entry) -> tuple[str, dict[str, int]]:
+def sized(definition: MoeDefinition) -> tuple[str, dict[str, int]]:
     """The reference without its docstring and what clamps, and the sizes that it has of its own."""
     reference = load(definition).reference.split('"""\n', 1)[1]
     constant, clamp = (
@@ -90,15 +81,14 @@ def sized(definition: Entry) -> tuple[str, dict[str, int]]:
 def test_definitions_of_one_interface_have_one_reference_but_for_sizes() -> None:
     """But the default one's, which dequantises all weights first, as the public one does."""
     kinds: dict[tuple, set[str]] = {}
-    for definition in TABLE:
+    for definition in MOE:
         text, constants = sized(definition)
         kinds.setdefault((definition is DEFAULT, *load(definition).inputs), set()).add(text)
-        if isinstance(definition, MoeDefinition):
-            groups = {"N_GROUP": definition.n_group, "TOPK_GROUP": definition.topk_group}
-            groups = groups if "ds_routing" in definition.name else {}
-            assert constants.pop("SWIGLU_LIMIT", None) == definition.swiglu_limit
-            assert constants == groups | {"TOP_K": definition.top_k}
-    assert len(kinds) == 5 and all(len(texts) == 1 for texts in kinds.values())
+        groups = {"N_GROUP": definition.n_group, "TOPK_GROUP": definition.topk_group}
+        groups = groups if "ds_routing" in definition.name else {}
+        assert constants.pop("SWIGLU_LIMIT", None) == definition.swiglu_limit
+        assert constants == groups | {"TOP_K": definition.top_k}
+    assert len(kinds) == 3 and all(len(texts) == 1 for texts in kinds.values())
 
 
 def test_tags_say_ranks_where_there_are_several() -> None:
@@ -112,12 +102,12 @@ def test_tags_say_ranks_where_there_are_several() -> None:
 
 def test_every_file_is_in_the_table_and_no_name_twice() -> None:
     files = {path.relative_to(ROOT) for path in (ROOT / "definitions").rglob("*.json")}
-    assert files == {d.path for d in TABLE} and TABLE[0] is DEFAULT
-    assert len({d.short for d in TABLE}) == len(TABLE)
+    assert files == {d.path for d in MOE} and MOE[0] is DEFAULT
+    assert len({d.short for d in MOE}) == len(MOE)
 
 
 def test_names_are_found_in_full_and_in_short() -> None:
-    for definition in TABLE:
+    for definition in MOE:
         assert definitions.find(definition.name) is definition
         assert definitions.full_name(definition.short or definition.name) == definition.name
     assert definitions.full_name("theirs") == "theirs"
@@ -138,13 +128,10 @@ def test_the_layer_of_no_data_set_has_its_own_sizes() -> None:
     for line in ("N_GROUP = 1", "TOPK_GROUP = 1", "TOP_K = 9"):
         assert f"\n{line}\n" in made.reference
     assert definitions.find_layer(shared.short) is shared
-    with pytest.raises(UsageError, match="is a grouped GEMM"):
-        definitions.find_layer("gemm1")
 
 
-def test_the_size_of_a_workload_is_its_tokens_or_its_rows() -> None:
-    sizes = [{axis: 7} for axis in ("seq_len", "total_rows", "max_rows", "batch")]
-    assert [definitions.size_of(axes) for axes in sizes] == [7, 7, 7, 0]
+def test_the_size_of_a_workload_is_its_tokens() -> None:
+    assert [definitions.size_of({axis: 7}) for axis in ("seq_len", "batch")] == [7, 0]
     for wrong in ("many", [7]):
         with pytest.raises((TypeError, ValueError)):
             definitions.size_of({"seq_len": wrong})
@@ -172,7 +159,7 @@ def small_inputs(shape: MoeShape, tokens: int, offset: int) -> MoeInputs:
     return bruteforce.random_inputs(shape, tokens, offset, seed=3, favourite=favourite)
 
 
-def reference(definition: Entry):
+def reference(definition: MoeDefinition):
     namespace: dict = {}
     exec(compile(load(definition).reference, "reference", "exec"), namespace)
     return namespace["run"]

@@ -8,7 +8,7 @@ from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.route import ChooseExperts
 
 from scripts.common.definitions import find_layer
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT
 
 TEXT = (ROOT / "docs" / "models.md").read_text("utf-8")
 ROUTED = {  # experts, here, hidden, intermediate size: groups, groups kept, experts of a token
