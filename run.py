@@ -135,7 +135,7 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """Return the programs by name."""
-    folders = ROOT / "scripts", ROOT / "scripts" / "programs"  # of the second, until the merge
+    folders = ROOT / "scripts" / "programs", ROOT / "scripts"  # the first until the merge
     every = {path.stem: path for folder in folders for path in folder.glob("*.py")}
     return {name: every[name] for name in sorted(every) if name != "options"}
 
