@@ -86,7 +86,7 @@ class Refused(Failure):
     """A solution that is not exported, with the reasons, one a line."""
 
 
-def back(
+def backing_traces(
     solution: "Solution",
     results: "pd.DataFrame",
     workloads: "Sequence[Trace]",
@@ -109,10 +109,10 @@ def back(
             lists them, with the reasons.
         UsageError: `gpu` fits several GPUs, or the traces are of several tolerances or clocks.
     """
-    name, packed = solution.name, solution.hash()
     from scripts.data.dataset import tokens
     from scripts.data.traces import read_run
 
+    name, packed = solution.name, solution.hash()
     mine = results[(results.solution == name) & ~results.cpu.astype(bool)]
     hardware = _one_gpu(name, set(mine.hardware), gpu)
     ordered = mine[mine.hardware == hardware].sort_values("timestamp", kind="stable")
@@ -195,7 +195,7 @@ def collect(
     **options: Any,
 ) -> list[Export]:
     """Return the solutions with the traces among the results that back them; without names, those
-    that have some. `options` are those of `back`. Raises Refused, PackError, UsageError."""
+    that have some. `options` are those of `backing_traces`. Raises Refused, PackError, UsageError."""
     from scripts.data.traces import read_results
 
     chosen = sources.select(sources.generations(), [Path(name).name for name in names])
@@ -204,7 +204,7 @@ def collect(
     for generation in chosen:
         export = export_of(generation, author)
         try:
-            traces, remark = back(export.solution, frame, **options)
+            traces, remark = backing_traces(export.solution, frame, **options)
         except Refused as error:
             if names:
                 raise
@@ -324,8 +324,8 @@ def export_solutions(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     form = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    form.add_argument("--to", nargs="?")
-    if form.parse_known_args(argv)[0].to:
+    form.add_argument("--to", nargs="?", const="")
+    if form.parse_known_args(argv)[0].to is not None:
         export_solutions(argv)
         return EXIT_OK
     arguments = parser(__doc__)

@@ -294,6 +294,7 @@ COMMON = ["--to", "trace", "--gpu", "H200", "--output", "x"]
     ("arguments", "message"),
     [
         (["--to", "kit"], "invalid choice: 'kit'"),
+        (["--to"], "--to: expected one argument"),
         (["v4_flat", "--to", "trace", "--output", "x"], "--gpu"),
         (["v4_flat", "--gpu", "H200"], "unrecognized arguments: --gpu"),
         (COMMON, "name the solutions"),
