@@ -195,7 +195,7 @@ def collect(
     **options: Any,
 ) -> list[Export]:
     """Return the solutions with the traces among the results that back them; without names, those
-    that have some. `options` are those of `backing_traces`. Raises Refused, PackError, UsageError."""
+    that have some. `options` are for `backing_traces`. Raises Refused, PackError, UsageError."""
     from scripts.data.traces import read_results
 
     chosen = sources.select(sources.generations(), [Path(name).name for name in names])
