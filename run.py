@@ -10,41 +10,47 @@
     python3 run.py NAME [args]      any program of the list below; each has --help
 
 If the interpreter that runs this has all packages of the command (an activated environment, a
-container), it is used as it is, without network access. Otherwise, or always after `run.py --venv`,
-a virtual environment is made in .venv and the project is installed there. The next start uses it.
+container), it is used as it is, without network access. Otherwise the project is installed in a
+virtual environment in .venv, which the next start uses.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import fcntl
-import importlib.metadata
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-LOCK = ROOT / ".venv.lock"
 PROJECT = "moe-fp8-cutedsl"
 PYTHONS = ((3, 10), (3, 13))
 # Installed if there is no torch. Any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
-EXTRAS = dict.fromkeys(("bench", "readme_tables", "record", "report"), "bench,report")
+EXTRAS = dict.fromkeys(("bench", "report"), "bench,report")
 EXTRAS["serve"] = "serve"  # the engine's environment has the rest
 """The extras of pyproject.toml that a program needs; `bench` for programs that are not listed."""
+CHECK = """
+import importlib.metadata, sys
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
+for each in map(Requirement, sys.argv[1:]):
+    if each.marker is None or each.marker.evaluate():
+        version = importlib.metadata.version(each.name)
+        assert each.specifier.contains(version, prereleases=True)
+"""
+"""A program that fails if its interpreter lacks one of the requirements in its arguments."""
 HELP = {"-h", "--help"}
 EXIT_USAGE = 2
 PATIENCE_S = 20.0
 """Time for tests to end after a signal."""
-always_venv = False
 
 
 class SetupError(Exception):
@@ -58,7 +64,7 @@ class Terminated(KeyboardInterrupt):
 # --- set-up -----------------------------------------------------------------------------------
 
 
-def requirements(extras: str = "") -> list[str]:
+def requirements(extras: str) -> list[str]:
     """Return pyproject.toml's requirements, including those of extras ("bench,report").
 
     Python 3.10 has no TOML parser, but the lists are valid Python literals.
@@ -69,91 +75,46 @@ def requirements(extras: str = "") -> list[str]:
     return [requirement for key in keys for requirement in ast.literal_eval(lists[key])]
 
 
-def has(python: str, wanted: list[str]) -> bool:
-    """Return True if an interpreter has these requirements. Its pip decides, without a network."""
-    command = [*pip(python), "--dry-run", "--no-deps", "--no-index", "--quiet", *wanted]
-    # Ignore the user's pip configuration, which may name a folder of wheels.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    env["PIP_CONFIG_FILE"] = os.devnull
+def has(python: Path | str, wanted: list[str]) -> bool:
+    """Return True if an interpreter exists and has these requirements."""
     # Not from ROOT, or metadata of a failed installation would count as installed.
-    return subprocess.run(command, cwd="/", env=env, capture_output=True).returncode == 0
-
-
-def has_names(wanted: list[str]) -> bool:
-    """Return True if this interpreter has packages of these names, of any version. It is faster
-    than `has`: pip takes a second to miss a package."""
+    command = [python, "-c", CHECK, *wanted]
     try:
-        for requirement in wanted:
-            importlib.metadata.distribution(re.split(r"[^\w.-]", requirement)[0])
-    except importlib.metadata.PackageNotFoundError:
+        return subprocess.run(command, cwd="/", capture_output=True).returncode == 0
+    except OSError:
         return False
-    return True
-
-
-def pip(python: str) -> list[str]:
-    return [python, "-m", "pip", "install", "--disable-pip-version-check"]
-
-
-def ready(extras: str) -> str | None:
-    """Return an interpreter that has the packages of the extras, or None."""
-    wanted = requirements(extras)
-    if not always_venv and supported() and has_names(wanted) and has(sys.executable, wanted):
-        return sys.executable
-    python = str(VENV / "bin" / "python")
-    return python if os.path.exists(python) and has(python, [PROJECT, *wanted]) else None
 
 
 def supported() -> bool:
     return PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
 
 
+def ready(extras: str) -> str | None:
+    """Return an interpreter that has the packages of the extras, or None."""
+    wanted = requirements(extras)
+    if supported() and has(sys.executable, wanted):
+        return sys.executable
+    python = VENV / "bin" / "python"
+    return str(python) if has(python, [PROJECT, *wanted]) else None
+
+
 def set_up(extras: str) -> str:
     """Return an interpreter that has the extras' packages; install them in .venv if needed."""
     if python := ready(extras):
         return python
-    with alone():  # another start may have installed meanwhile
-        return ready(extras) or install(extras)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Lock out other set-ups. The lock ends with the process.
-
-    Raises SetupError: this folder cannot be written.
-    """
-    try:
-        file = LOCK.open("a")
-    except OSError as error:
+    if not supported():
+        version, *limits = (".".join(map(str, v)) for v in (sys.version_info[:2], *PYTHONS))
         raise SetupError(
-            f"{LOCK}: {error.strerror}. The set-up writes to this folder: start run.py in a copy "
-            "that can be written to, or by an interpreter that has what pyproject.toml lists"
-        ) from None
-    with file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print("waiting: another start of run.py is installing", flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def install(extras: str) -> str:
-    """Install the project in .venv, editable, with these extras. Remove nothing there."""
+            f"Python {version} cannot run this; start it with one of Python {' to '.join(limits)}"
+        )
     python = str(VENV / "bin" / "python")
-    if not os.path.exists(python) or not has(python, ["pip"]):  # none, or an incomplete one
-        if not supported():
-            version, *range_ = (".".join(map(str, v)) for v in (sys.version_info[:2], *PYTHONS))
-            raise SetupError(
-                f"Python {version} cannot run this; start it with one of Python "
-                + " to ".join(range_)
-            )
-        print(f"making a virtual environment in {VENV}", flush=True)
+    print(f"installing in {VENV} (some minutes the first time)", flush=True)
+    if not has(python, ["pip"]):
         do([sys.executable, "-m", "venv", str(VENV)], f"could not make {VENV}")
-    command = [*pip(python), "--progress-bar", "off", "-e", f"{ROOT}[{extras}]"]
-    command += [] if has(python, ["torch"]) else [TORCH]
-    print("installing (some minutes the first time): " + " ".join(command[1:]), flush=True)
-    do(command, "could not install the project. Without a network, use an interpreter that has all")
+    torch = [] if has(python, ["torch"]) else [TORCH]
+    command = [python, "-m", "pip", "install", "--progress-bar", "off", "-e", f"{ROOT}[{extras}]"]
+    failed = "could not install the project. Without a network, use an interpreter that has all"
+    do(command + torch, failed)
     return python
 
 
@@ -173,9 +134,10 @@ def environment() -> dict[str, str]:
 
 
 def programs() -> dict[str, Path]:
-    """Return the programs by name. The other scripts are libraries."""
-    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))  # options.py is their library
-    return {path.stem: path for path in every if path.stem != "options"}
+    """Return the programs by name."""
+    folders = ROOT / "scripts" / "programs", ROOT / "scripts"  # the first until the merge
+    every = {path.stem: path for folder in folders for path in folder.glob("*.py")}
+    return {name: every[name] for name in sorted(every) if name != "options"}
 
 
 def docstring(path: Path) -> str:
@@ -188,26 +150,18 @@ def listing() -> str:
     return "\n".join(["", *lines])
 
 
-def run_script(name: str, arguments: list[str]) -> int:
-    known = programs()
-    if name not in known:
+def run_program(name: str, arguments: list[str]) -> int:
+    if (path := programs().get(name)) is None:
         raise SetupError(f"no command {name!r}: test, setup, or one of these\n{listing()}")
     extras = EXTRAS.get(name, "bench")
     python = ready(extras)
-    if python is None and HELP & set(arguments):
-        return help_without_packages(known[name], arguments)
-    command = [python or set_up(extras), str(known[name]), *arguments]
-    # Ctrl-C is blocked until the program's scripts/common/command_line.py handles it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if python is None and HELP & set(arguments):  # installs nothing
+        command = [sys.executable, str(path), *arguments]
+        if subprocess.run(command, env=environment(), stderr=subprocess.DEVNULL).returncode != 0:
+            print(f"{docstring(path)}\n\nIts options are listed after: python3 run.py setup")
+        return 0
+    command = [python or set_up(extras), str(path), *arguments]
     os.execve(command[0], command, environment())
-
-
-def help_without_packages(program: Path, arguments: list[str]) -> int:
-    """Print a program's help, or only its purpose if the help needs packages."""
-    command = [sys.executable, str(program), *arguments]
-    if subprocess.run(command, env=environment(), stderr=subprocess.DEVNULL).returncode != 0:
-        print(f"{docstring(program)}\n\nIts options are listed after: python3 run.py setup")
-    return 0
 
 
 def status_of(command: list[str], where: Path = ROOT) -> int:
@@ -244,11 +198,11 @@ def run_tests(arguments: list[str]) -> int:
         "ruff format": [python, "-m", "ruff", "format", "--check", "."],
         # In one process: mypy's workers must start within 3 s, too short on a loaded machine.
         "mypy": [python, "-m", "mypy"],
-        # Its own process: the emulator must be installed before anything imports the DSL.
-        "emulated tests": [*pytest, *workers, "tests/emulated", "emulator/tests"],
-        # One process, because GPU tests share one device.
-        "GPU tests": [*pytest, "tests/gpu"],
-        "CPU tests": [*pytest, *workers, "tests/cpu"],
+        # A process for each backend: the emulator must be installed before anything imports the
+        # DSL, and GPU tests share one device.
+        "emulated tests": [*pytest, *workers, "--backend", "emulator", "tests", "emulator/tests"],
+        "GPU tests": [*pytest, "--backend", "gpu", "tests"],
+        "CPU tests": [*pytest, *workers, "--backend", "cpu", "tests"],
     }
     failed = []
     for name, command in phases.items():
@@ -259,36 +213,24 @@ def run_tests(arguments: list[str]) -> int:
             status = 0
         if status != 0:
             failed.append(f"{name} (exit status {status})")
-        if status != 0 or name != "CPU tests":  # there pytest's summary is the last line
-            print(f"=== {name}: {time.monotonic() - start:.0f} s, exit status {status}", flush=True)
+        print(f"=== {name}: {time.monotonic() - start:.0f} s, exit status {status}", flush=True)
     if failed:
         print("failed: " + ", ".join(failed), file=sys.stderr)
     return 1 if failed else 0
 
 
 def main(arguments: list[str]) -> int:
-    global always_venv
-    if arguments[:1] == ["--venv"]:
-        always_venv, arguments = True, arguments[1:]
     command, *rest = arguments or ["--help"]
     try:
-        if command in HELP:
-            print(f"{__doc__}{listing()}", flush=True)
+        if command in HELP or (command in ("test", "setup") and HELP & set(rest)):
+            print(f"{__doc__}{listing()}")
             return 0 if arguments else EXIT_USAGE
-        if command in ("test", "setup") and HELP & set(rest):
-            print(__doc__, flush=True)
-            return 0
         if command == "test":
             return run_tests(rest)
         if command == "setup":
-            if rest:  # such as --venv, which must come before `setup`
-                raise SetupError(f"setup takes no {shlex.join(rest)}")
             print(f"ready: {set_up('bench,dev')}")
             return 0
-        return run_script(command, rest)
-    except BrokenPipeError:  # `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later output
-        return 0
+        return run_program(command, rest)
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

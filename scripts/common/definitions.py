@@ -4,30 +4,23 @@ definitions/<op type>/<name>.json holds the axes, inputs, reference and tags of 
 parts that programs need are read here. flashinfer-bench's schema has no field for the short name
 and the workloads' purpose, which stand in the tables below.
 
-The layers' names, axes and inputs, and their order, are those of the data set that
-flashinfer-bench's authors publish. The names of the contiguous GEMMs are as proposed for it. The
-rest of the GEMMs' definitions is our own.
+Names, axes and inputs, and their order, are those of the data set that flashinfer-bench's authors
+publish.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, OP_TYPE, ROOT
+from scripts.common.program import DEFINITION, OP_TYPE, ROOT, UsageError
 
 DEEPSEEK_V3 = "deepseek_v3"
 """Routing: sigmoid scores, normalised by their sum. A bias chooses experts in the best groups."""
 RENORMALIZE = "renormalize"
 """Routing: a softmax over the largest logits. All experts are local, and there is no factor."""
-
-CONTIGUOUS = "contiguous"
-"""Rows of a grouped GEMM: `[rows, K]`, sorted by expert."""
-MASKED = "masked"
-"""Rows of a grouped GEMM: `[experts, max_rows, K]`, and a count of each expert's rows."""
 
 BLOCK = 128
 """Columns of a token, and rows and columns of a weight, that share a scale."""
@@ -37,39 +30,12 @@ LARGE = 8 * 2**30
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The fields of all definitions."""
+class MoeDefinition:
+    """An FP8 block-scale mixture-of-experts layer."""
 
     name: str
     short: str  # the end of packed solutions' names; empty for the default definition
     tokens: tuple[int, ...]  # of our own workloads; empty if they stand for captured ones
-
-    op_type: ClassVar[str]
-    """flashinfer-bench's op type: the folder of the definition and of its workloads."""
-
-    large: ClassVar[Any] = False
-    """True if flashinfer-bench needs nearly all of a GPU's memory for one trial."""
-    packed_shape: ClassVar[Any] = None
-    """The shape that a packed solution's `run` is specialised for; None: its default shape."""
-
-    @property
-    def path(self) -> Path:
-        """The path of its JSON below a data set's root."""
-        return Path("definitions") / self.op_type / f"{self.name}.json"
-
-    def takes(self, solution: Mapping[str, Any]) -> bool:
-        """True if a solution with these literals is packed for the definition."""
-        raise NotImplementedError
-
-    def packed_name(self, solution: str) -> str:
-        """Return the name of a solution packed for this definition, unique in a data set."""
-        return f"{solution}_{self.short}" if self.short else solution
-
-
-@dataclass(frozen=True)
-class MoeDefinition(Entry):
-    """An FP8 block-scale mixture-of-experts layer."""
-
     routed_scaling_factor: float  # of its workloads
     num_experts: int  # of the whole layer
     num_local_experts: int  # held by this rank
@@ -81,7 +47,17 @@ class MoeDefinition(Entry):
     routing: str
     swiglu_limit: float | None = None  # clamps SwiGLU's gate from above and its up on both sides
 
-    op_type = OP_TYPE
+    op_type: ClassVar[str] = OP_TYPE
+    """flashinfer-bench's op type: the folder of the definition and of its workloads."""
+
+    @property
+    def path(self) -> Path:
+        """The path of its JSON below a data set's root."""
+        return Path("definitions") / self.op_type / f"{self.name}.json"
+
+    def packed_name(self, solution: str) -> str:
+        """Return the name of a solution packed for this definition, unique in a data set."""
+        return f"{solution}_{self.short}" if self.short else solution
 
     @property
     def large(self) -> bool:
@@ -116,26 +92,8 @@ class MoeDefinition(Entry):
     def takes(self, solution: Mapping[str, Any]) -> bool:
         """True for every layer at the default geometry. Elsewhere a solution must name the routing,
         and a clamped SwiGLU needs `clamps`."""
-        if "rows" in solution or (self.swiglu_limit is not None and not solution.get("clamps")):
-            return False
-        return not self.short or self.routing in solution.get("routings", ())
-
-
-@dataclass(frozen=True)
-class GemmDefinition(Entry):
-    """One of the default layer's two grouped GEMMs, alone. Its workloads have the rows of that
-    layer's workloads at its `tokens`."""
-
-    experts: int  # that have weights
-    n: int  # of an expert's weights [n, k], multiples of 128
-    k: int
-    rows: str  # `CONTIGUOUS` or `MASKED`
-
-    op_type = "grouped_gemm"
-
-    def takes(self, solution: Mapping[str, Any]) -> bool:
-        """True if a solution names this layout of rows."""
-        return solution.get("rows") == self.rows
+        clamps = self.swiglu_limit is None or solution.get("clamps")
+        return bool(clamps) and (not self.short or self.routing in solution.get("routings", ()))
 
 
 def read(definition: Path) -> dict[str, Any]:
@@ -144,18 +102,13 @@ def read(definition: Path) -> dict[str, Any]:
     return content
 
 
-def axes(op_type: str, name: str) -> dict[str, int]:
-    """Return the constant axes of a definition."""
-    specs = read(Path("definitions") / op_type / f"{name}.json")["axes"]
-    return {axis: spec["value"] for axis, spec in specs.items() if "value" in spec}
-
-
 def moe(
     name: str, short: str, tokens: tuple[int, ...], routed_scaling_factor: float = 1.0
 ) -> MoeDefinition:
     """Return a layer. Groups, SwiGLU's limit and the default layer's `top_k` are no axes: they are
     parsed from the name. All but the limit are in the public names."""
-    sizes = axes(OP_TYPE, name)
+    specs = read(Path("definitions") / OP_TYPE / f"{name}.json")["axes"]
+    sizes = {axis: spec["value"] for axis, spec in specs.items() if "value" in spec}
     of_name = {key: int(value) for key, value in re.findall(r"_(topk|ng|kg|limit)(\d+)", name)}
     return MoeDefinition(
         name=name,
@@ -174,18 +127,10 @@ def moe(
     )
 
 
-def gemm(name: str, short: str, tokens: tuple[int, ...]) -> GemmDefinition:
-    sizes, rows = axes("grouped_gemm", name), MASKED if "_masked_" in name else CONTIGUOUS
-    return GemmDefinition(name, short, tokens, sizes["num_experts"], sizes["n"], sizes["k"], rows)
-
-
 OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Tokens of the workloads that stand for no captured ones."""
 MODEL_TOKENS = (1, 8, 64, 512, 4096)
 """Tokens of the workloads of models that are measured against the peers."""
-GEMM_TOKENS = (1, 7, 16, 32, 55, 80, 901, 14107)
-MASKED_TOKENS = GEMM_TOKENS[:-1]
-"""The masked layout is for few rows."""
 
 DEFAULT = moe(DEFINITION, "", (), 2.5)
 """The definition that programs use without --definition."""
@@ -226,15 +171,7 @@ with a weight of 1. No grouped routing chooses like this, so the layer is in no 
 logits are made for given experts (`measure.cases.SharedProblems`)."""
 MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
 """Layers of docs/models.md, which a record measures at these token counts."""
-GEMMS = (
-    gemm("grouped_gemm_fp8_e32_n4096_k7168", "gemm1", GEMM_TOKENS),
-    gemm("grouped_gemm_fp8_e32_n7168_k2048", "gemm2", GEMM_TOKENS),
-    gemm("grouped_gemm_masked_fp8_e32_n4096_k7168", "gemm1_masked", MASKED_TOKENS),
-    gemm("grouped_gemm_masked_fp8_e32_n7168_k2048", "gemm2_masked", MASKED_TOKENS),
-)
-"""Both GEMMs of the default layer in both layouts."""
-TABLE: tuple[MoeDefinition | GemmDefinition, ...] = (*MOE, *GEMMS)
-DEFINITIONS = {definition.name: definition for definition in TABLE}
+DEFINITIONS = {definition.name: definition for definition in MOE}
 
 
 def build_definition(layer: MoeDefinition) -> dict[str, Any]:
@@ -256,33 +193,124 @@ def build_definition(layer: MoeDefinition) -> dict[str, Any]:
 
 
 def size_of(axes: Mapping[str, Any]) -> int:
-    """Return the number that lists a workload with these axes, the T of the tables: its tokens, or
-    a grouped GEMM's rows (masked: the rows reserved for an expert); 0 if it has none of these."""
-    sizes = ("seq_len", "total_rows", "max_rows")
-    return next((int(axes[axis]) for axis in sizes if axis in axes), 0)
+    """Return the number that lists a workload with these axes: its tokens, the T of the tables; 0
+    for another operation's workload."""
+    return int(axes.get("seq_len", 0))
+
+
+def select(
+    sizes: Mapping[str, int], selectors: Sequence[str], max_tokens: int | None = None
+) -> list[str]:
+    """Return the workloads (uuids, of these token counts) that a selector names by T (`901` or
+    `T=901`) or by the beginning of the uuid, in their order, or all without selectors. `max_tokens`
+    is a further limit. Raises UsageError: a selector names none, or none is left."""
+
+    def chooses(selector: str, uuid: str) -> bool:
+        number = selector[2:] if selector.upper().startswith("T=") else selector
+        if number.isdigit() and (number != selector or int(number) in sizes.values()):
+            return int(number) == sizes[uuid]
+        return uuid.startswith(selector.lower())
+
+    if unused := [s for s in selectors if not any(chooses(s, uuid) for uuid in sizes)]:
+        raise UsageError(
+            f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
+        )
+    named = [u for u in sizes if not selectors or any(chooses(s, u) for s in selectors)]
+    if chosen := [u for u in named if max_tokens is None or sizes[u] <= max_tokens]:
+        return chosen
+    raise UsageError("no workload is left by this selection")
 
 
 def full_name(name: str) -> str:
     """Return the full name for a short one, and any other name unchanged."""
-    return next((d.name for d in TABLE if name and name == d.short), name)
+    return next((d.name for d in MOE if name and name == d.short), name)
 
 
-def find(name: str) -> MoeDefinition | GemmDefinition:
+def find(name: str) -> MoeDefinition:
     """Return a definition by its name or short name. Raises UsageError, with all names."""
     if (full := full_name(name)) in DEFINITIONS:
         return DEFINITIONS[full]
-    known = ", ".join(f"{d.name} ({d.short})" if d.short else d.name for d in TABLE)
+    known = ", ".join(f"{d.name} ({d.short})" if d.short else d.name for d in MOE)
     raise UsageError(f"no definition {name!r}; there are: {known}")
 
 
-def find_any(name: str) -> MoeDefinition | GemmDefinition:
+def find_layer(name: str) -> MoeDefinition:
     """Return a definition like `find`, or the layer that is in no data set."""
     return SHARED if name in (SHARED.short, SHARED.name) else find(name)
 
 
-def find_layer(name: str) -> MoeDefinition:
-    """Return a layer like `find_any`."""
-    definition = find_any(name)
-    if isinstance(definition, MoeDefinition):
-        return definition
-    raise UsageError(f"{definition.name} is a grouped GEMM; expected a layer")
+# Old names, until the merge.
+Entry = MoeDefinition
+find_any = find_layer
+TABLE = MOE
+
+
+# --- the roofline: the least time of a call on a GPU, from rates measured there -------------------
+
+
+def weight_bytes(layer: MoeDefinition = DEFAULT) -> int:
+    """Return the bytes of one expert's weights and scales."""
+    return layer.expert_weights + 4 * layer.expert_weights // BLOCK**2
+
+
+def pair_flops(layer: MoeDefinition = DEFAULT) -> int:
+    """Return the FLOPs of a token at one of its experts."""
+    return 2 * layer.expert_weights
+
+
+def bandwidth(rates: Mapping[str, float]) -> float:
+    """Return the best bytes a second of memory: of a large read or a copy, whichever is faster."""
+    return max(rates["read_bytes_per_s"], rates["copy_bytes_per_s"])
+
+
+def roofline_ms(
+    case: Mapping[str, Any],
+    rates: Mapping[str, float],
+    read_ms: float | None,
+    layer: MoeDefinition = DEFAULT,
+) -> tuple[float, float]:
+    """Return the milliseconds of reading, and of the FLOPs. The roofline is the larger one.
+
+    Args:
+        case: `tokens`, `hit` (tokens with a local expert), `active` (experts with rows), `pairs`.
+        read_ms: the measured time of reading the weights; None: bytes over bandwidth.
+    """
+    h = layer.hidden_size
+    flops_ms = 1e3 * case["pairs"] * pair_flops(layer) / rates["fp8_flops_per_s"]
+    if read_ms is not None:
+        return read_ms, flops_ms
+    size = case["active"] * weight_bytes(layer)
+    size += case["hit"] * (h + 4 * h // BLOCK)  # FP8 tokens and scales
+    size += case["tokens"] * (4 * layer.num_experts + 2 * h)  # logits and output
+    return 1e3 * size / bandwidth(rates), flops_ms
+
+
+def stepwise_ms(
+    case: Mapping[str, Any], rates: Mapping[str, float], layer: MoeDefinition = DEFAULT
+) -> float:
+    """Return the milliseconds of two GEMMs and a combine, each at its own roofline, if all their
+    operands and results go through memory. To the bytes of `roofline_ms` this adds the FP8
+    intermediate and a bfloat16 row of every pair, written and read. It is no bound, since L2 caches
+    some of them."""
+    h, i = layer.hidden_size, layer.intermediate_size
+    tokens, hit, active, pairs = (case[name] for name in ("tokens", "hit", "active", "pairs"))
+    logits, x = 4 * tokens * layer.num_experts, hit * (h + 4 * h // BLOCK)
+    inner, rows = pairs * (i + 4 * i // BLOCK), 2 * pairs * h
+    total = 1e3 * (logits + rows + 2 * tokens * h) / bandwidth(rates)  # of the combine
+    for (n, k), moved in zip(layer.gemms, (x + inner, inner + rows), strict=True):
+        size = gemm_bytes(active, 0, n, k) + moved
+        flops_ms = 1e3 * gemm_flops(pairs, n, k) / rates["fp8_flops_per_s"]
+        total += max(1e3 * size / bandwidth(rates), flops_ms)
+    return float(total)
+
+
+def gemm_flops(pairs: Any, n: Any, k: Any) -> Any:
+    """Return the FLOPs of a grouped GEMM on `pairs` rows; for numbers or series."""
+    return 2.0 * pairs * n * k
+
+
+def gemm_bytes(active: Any, pairs: Any, n: Any, k: Any) -> Any:
+    """Return the bytes of the active experts' operands, read once, and of the output, written
+    once."""
+    weights = n * k + 4 * n * k / BLOCK**2
+    return active * weights + pairs * (k + 4 * k / BLOCK + 2 * n)

@@ -1,14 +1,26 @@
-"""The environment of a measurement: hardware, driver, clocks, software versions and sources."""
+"""The environment of a measurement: hardware, driver, clocks, software versions and sources; and
+the schema of run.json, which holds it.
+
+Anyone may have written a run.json, or a disk may have filled meanwhile. A file that does not fit is
+refused in one line with its name and the place in it. Further fields of a file are left as they
+are.
+"""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
+import json
 import platform
 import subprocess
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-from scripts.common.project import PACKAGE_DIR, ROOT
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from scripts.common.program import PACKAGE_DIR, ROOT, UsageError
 
 PACKAGES = (
     "torch",
@@ -111,3 +123,56 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name)
     ]
+
+
+# --- run.json -------------------------------------------------------------------------------------
+
+
+class Captured(TypedDict, total=False):
+    """The fields of environment.capture() that are read."""
+
+    time: str
+    gpus: list[dict[str, str | None]]
+    cuda: str | None
+    versions: dict[str, str]
+    source: dict[str, str | bool | None]
+
+
+class RunInfo(TypedDict, total=False):
+    """run.json: no field is required, but each has its type."""
+
+    definition: str
+    command: list[str]
+    environment: Captured
+    timing: str
+    solutions: dict[str, str]
+    peers: dict[str, bool]
+    skipped: dict[str, str]
+    earlier: list[dict[str, Any]]
+
+
+_adapter = functools.cache(TypeAdapter)
+
+
+def checked(content: Any, shape: Any) -> Any:
+    """Return the content as pydantic converts it. Raises ValueError, in one line, with the first
+    place that does not fit `shape`, and the reason."""
+    try:
+        return _adapter(shape).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ValueError(f"{where}: {first['msg']}") from None
+
+
+def read_json(path: Path, shape: Any) -> Any:
+    """Return the file's JSON, checked against `shape`. Raises UsageError."""
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no JSON: {error}") from None
+    try:
+        checked(content, shape)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return content

@@ -14,7 +14,7 @@ from flashinfer_bench.data import Solution, Trace, TraceSet, load_json_file
 from flashinfer_bench.utils import hardware_from_device
 
 from scripts.common.command_line import UsageError, os_error, say
-from scripts.common.definitions import DEFAULT, MASKED, Entry, GemmDefinition
+from scripts.common.definitions import DEFAULT, MoeDefinition
 from scripts.common.text import say_skipped
 from scripts.data.dataset import (
     load,
@@ -34,7 +34,7 @@ from scripts.pack.availability import (
     this_machine,
 )
 
-CPU_MAX_TOKENS, CPU_MAX_RESERVED = 16, 128
+CPU_MAX_TOKENS = 16
 """Tokens of the largest workload that runs on the CPU by default, and rows reserved for an expert,
 which are 128 at a time, in the largest masked one."""
 
@@ -43,7 +43,9 @@ def packed_solutions(packed: Sequence[Path]) -> list[Solution]:
     return [load_json_file(Solution, path) for path in packed]
 
 
-def load_with_ours(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, list[Solution]]:
+def load_with_ours(
+    root: Path, definition: MoeDefinition = DEFAULT
+) -> tuple[TraceSet, list[Solution]]:
     """Return the data set with our solutions added in memory, and ours, packed anew. A clone that
     is read-only gets no files. Remarks go to stderr. Raises PackError."""
     try:
@@ -98,15 +100,14 @@ def choose(
     workloads: Sequence[str] = (),
     max_tokens: int | None = None,
     run_foreign: bool = False,
-    definition: Entry = DEFAULT,
+    definition: MoeDefinition = DEFAULT,
 ) -> Plan:
     """Plan the pairs of a run's directory that have an output, or, without a run, all pairs of the
     chosen solutions and workloads. On the CPU the default is the small workloads. Raises PackError:
     our solutions cannot be packed; UsageError: nothing is left, or the machine lacks what is asked
     for."""
     if not (use_gpu or run or workloads or max_tokens):
-        masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
-        max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
+        max_tokens = CPU_MAX_TOKENS
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
@@ -139,7 +140,7 @@ def choose(
 
 
 def _of_run(
-    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str
+    traces: Path, definition: MoeDefinition, solutions: Sequence[Solution], hardware: str
 ) -> set[tuple[str, str]]:
     """Return the pairs of a run that have an output and are of these sources and this hardware. Say
     once for each solution what is left out."""

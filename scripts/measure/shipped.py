@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 
 from scripts.common.definitions import (
     DEFAULT,
-    MASKED,
     MOE,
     SHARED,
-    TABLE,
-    GemmDefinition,
     MoeDefinition,
 )
 from scripts.common.project import PREFIX
@@ -28,7 +25,6 @@ DUMP, KEEP = "CUTE_DSL_DUMP_DIR", "CUTE_DSL_KEEP"
 COMPILERS = {
     **{name: name for name in ("fused", "route", "permute", "combine", "grouped_gemm")},
     "swiglu_quant": "swiglu",
-    "batched_gemm": "masked_gemm",
 }
 """Modules of `moe_fp8.kernels` by the names that they compile: `compile_<name>`."""
 
@@ -47,11 +43,8 @@ def units(every: bool) -> list[Unit]:
     definitions at all numbers of tokens, and the forms that engines call."""
     shipped: list[Unit] = []
     for target in TARGETS:
-        for definition in (*TABLE, SHARED) if every else (DEFAULT,):
-            if isinstance(definition, MoeDefinition):
-                shipped += layer_units(definition, target, every)
-            else:
-                shipped += gemm_units(definition, target)
+        for definition in (*MOE, SHARED) if every else (DEFAULT,):
+            shipped += layer_units(definition, target, every)
         if every:
             shipped += form_units(target)
     return list({(unit.solution, unit.name): unit for unit in shipped}.values())
@@ -126,28 +119,6 @@ def workload_configs(definition: MoeDefinition, shape: Any, arch: Any) -> list[t
         if any(rows):
             configs.append(counted_configs(list(rows), shape, arch.choose))
     return configs
-
-
-def gemm_units(definition: GemmDefinition, target: str) -> Iterator[Unit]:
-    from moe_fp8.call import expected_rows
-    from moe_fp8.kernels.architectures import of_target
-
-    from scripts.data.workload_specs import load_specs
-
-    masked = definition.rows == MASKED
-    for spec in load_specs(definition):
-        rows = (
-            spec.pinned["expected_m"]
-            if masked
-            else expected_rows(sum(spec.rows), definition.experts)
-        )
-        config = of_target(target).choose(rows, definition.n, definition.k)
-        yield Unit(
-            f"{target} {definition.short} {config}",
-            definition.packed_name(f"cutedsl_gemm_fp8_{'batched' if masked else 'flat'}"),
-            "batched_gemm" if masked else "grouped_gemm",
-            (config, definition.n, definition.k, definition.experts, target),
-        )
 
 
 def form_units(target: str) -> Iterator[Unit]:
@@ -246,7 +217,7 @@ def describe(shipped: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
     for unit in shipped:
         if unit.solution:
             kernels.setdefault(unit.solution, []).append(unit.name)
-    packed = {name: s for definition in TABLE for name, s in sources.packed(definition).items()}
+    packed = {name: s for definition in MOE for name, s in sources.packed(definition).items()}
     return {
         "versions": machine_code.versions(),
         "digests": digests,

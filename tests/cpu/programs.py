@@ -13,20 +13,19 @@ from unittest import mock
 import pytest
 
 import run
-from scripts.common.command_line import run_main
-from scripts.pack import pack, sources
-from scripts.submit import forms
+from scripts.common import sources
+from scripts.common.program import run_main
 
-REAL = pack.pack
+REAL = sources.pack
 RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
 """Rates of the GPU of the fixture `measure`."""
 _PACKED: dict[str, bytes] = {}
 
 
-def packed_once(generation: pack.Generation) -> bytes:
-    """Pack a solution like `pack.pack`, each of ours once: our sources do not change while tests
+def packed_once(generation: sources.Generation) -> bytes:
+    """Pack a solution like `sources.pack`, each of ours once: our sources do not change while tests
     run, and reading them takes a second."""
-    if generation.root != pack.PACKAGE_DIR:
+    if generation.root != sources.PACKAGE_DIR:
         return REAL(generation)
     if generation.name not in _PACKED:
         _PACKED[generation.name] = REAL(generation)
@@ -48,8 +47,6 @@ def call(program: str, *arguments: str | Path) -> Done:
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", [path.name, *map(str, arguments)]),
-        mock.patch.object(pack, "pack", packed_once),
-        mock.patch.object(forms, "pack", packed_once),
         mock.patch.object(sources, "pack", packed_once),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

@@ -503,7 +503,7 @@ def test_passes_and_report_follow_a_run(gpu, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("definition", "foreign", "names"),
-    [("kimi_k2", True, ["roofline", "times", "bits"]), ("gemm1", False, ["times"])],
+    [("kimi_k2", True, ["roofline", "times", "bits"])],
 )
 def test_the_passes_have_the_options_of_the_run(
     definition, foreign, names, monkeypatch, tmp_path, capsys
@@ -727,7 +727,6 @@ def test_an_interrupted_workload_keeps_what_it_has(on_cpu) -> None:
         ("kimi_k2", 4.7, 8),
         ("kimi_k2_e384", 33.9, 40),
         ("qwen3_30b", 1.6, 5),
-        ("gemm1", 2.3, 6),
     ],
 )
 def test_the_memory_asked_for_is_what_the_definition_needs(name, least, most) -> None:

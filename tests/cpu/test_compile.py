@@ -44,14 +44,13 @@ from moe_fp8.kernels.gemm_load import EVICT_FIRST, GemmLoad
 from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
-from moe_fp8.kernels.masked_gemm import compile_batched_gemm
 from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.route import compile_route
 from moe_fp8.kernels.swiglu import SWIGLU_THREADS, Activation, SwigluQuant, compile_swiglu_quant
 from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
-from scripts.common.definitions import GEMMS, MASKED, MOE
+from scripts.common.definitions import MOE
 
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
 SHIPPED = {  # what the heuristics can pick
@@ -805,23 +804,6 @@ def test_other_definitions(definition, architecture, rows, terms, compiled_code)
         assert resources(cubin)["frame"] == 0, "spills"
     if nvdisasm():
         check_counts(cubin, f"{first} and {second}")
-
-
-@pytest.mark.all
-@pytest.mark.parametrize(
-    "definition", [d for d in GEMMS if d.rows == MASKED], ids=lambda d: d.short
-)
-@pytest.mark.parametrize("architecture", [HOPPER, *more(BLACKWELL)], ids=lambda a: a.target)
-@pytest.mark.parametrize("expected_m", [1, *more(29)])
-def test_batched_gemm(expected_m, architecture, definition, compiled_code):
-    n, k, target = definition.n, definition.k, architecture.target
-    config = architecture.choose(expected_m, n, k)
-    ptx, cubin = compiled_code(compile_batched_gemm, config, n, k, definition.experts, target)
-    assert ptx.count(".entry") == 2
-    if architecture is HOPPER:
-        assert resources(cubin)["frame"] == 0, "spills"
-    if nvdisasm():
-        check_counts(cubin, config)
 
 
 # --- configs and problems ---

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import run
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MADE = ("blob/", "traces/", "solutions/moe-fp8-cutedsl/", ".venv")
@@ -110,7 +112,7 @@ def test_names_of_tests(page: Path) -> None:
 
 
 def test_programs_and_their_options(page: Path) -> None:
-    programs = {p.stem: p for p in (ROOT / "scripts" / "programs").glob("*.py")}
+    programs = run.programs()
     shared = (ROOT / "scripts" / "programs" / "options.py").read_text("utf-8")
     for name, given in starts(page):
         assert name in programs, name

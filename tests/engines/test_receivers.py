@@ -12,18 +12,27 @@ from pathlib import Path
 import installed
 import pytest
 
-from scripts.common.definitions import DEFAULT, TABLE
-from scripts.common.project import ROOT
-from scripts.pack import pack
+from scripts.common import sources
+from scripts.common.definitions import DEFAULT, MOE
+from scripts.common.program import ROOT
 
 RECORD = ROOT / "results/nvidia-h200/2026-11-25"
 BENCH = installed.directory / "flashinfer-bench"
 needs_bench = pytest.mark.skipif(not BENCH.is_dir(), reason=f"no {BENCH}")
 
 
-def submit(*arguments: object) -> None:
-    """Run `run.py submit` on the record, even if the sources have changed."""
-    command = [sys.executable, ROOT / "run.py", "submit", *arguments, "--gpu", "H200"]
+def export(*arguments: object) -> None:
+    """Run `run.py pack --to trace` on the record, even if the sources have changed."""
+    command = [
+        sys.executable,
+        ROOT / "run.py",
+        "pack",
+        "--to",
+        "trace",
+        *arguments,
+        "--gpu",
+        "H200",
+    ]
     done = subprocess.run(
         [*map(str, command), "--other-sources", "--results", str(RECORD)],
         capture_output=True,
@@ -68,9 +77,15 @@ def test_the_programs_run_with_it(tmp_path: Path) -> None:
         text = "bench_gpu_time_with_cupti = None\n"
         (tmp_path / "flashinfer" / "testing.py").write_text(text)
         paths.append(str(tmp_path))
-    names = "bench dataset timing submit".split()
+    names = "bench cases clock export".split()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *(f"tests/cpu/test_{name}.py" for name in names)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            *(f"tests/scripts/test_{name}.py" for name in names),
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -81,26 +96,26 @@ def test_the_programs_run_with_it(tmp_path: Path) -> None:
 
 @needs_bench
 def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(pack, "PACKED_DIR", tmp_path / "solutions")
+    monkeypatch.setattr(sources, "PACKED_DIR", tmp_path / "solutions")
     shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
-    for definition in TABLE:
-        pack.write_packed(build=False, definition=definition)
+    for definition in MOE:
+        sources.write_packed(build=False, definition=definition)
     found = validate(tmp_path, "layout,definition,solution")
     assert found == {
         of.name: {
             "layout": ("ok", []),
             "definition": ("ok", []),
-            "solution": ("ok", [f"{len(pack.generations(definition=of))} solutions"]),
+            "solution": ("ok", [f"{len(sources.generations(definition=of))} solutions"]),
         }
-        for of in TABLE
+        for of in MOE
     }
 
 
 @needs_bench
 def test_the_tree_of_a_pull_request_has_a_ranking(tmp_path: Path) -> None:
     tree, peer = tmp_path / "tree", "triton_moe"
-    submit("trace", "v5_fused", "--output", tree)
-    submit("trace", peer, "--author", "baseline", "--output", tmp_path / "peer")
+    export("v5_fused", "--output", tree)
+    export(peer, "--author", "baseline", "--output", tmp_path / "peer")
     shutil.copytree(tmp_path / "peer", tree, dirs_exist_ok=True)
     for folder in ("definitions", "workloads"):
         shutil.copytree(ROOT / folder, tree / folder)
@@ -112,11 +127,3 @@ def test_the_tree_of_a_pull_request_has_a_ranking(tmp_path: Path) -> None:
         "trace: 19/19 workloads",
     ]
     assert "1     moe-fp8-cutedsl" in bench("report", "summary", "--local", tree)
-
-
-@needs_bench
-def test_the_folder_for_flashinfer_is_a_data_set(tmp_path: Path) -> None:
-    submit("flashinfer", "v5_fused", "--output", tmp_path / "made")
-    found = validate(tmp_path / "made", "layout,definition,solution")[DEFAULT.name]
-    assert found["solution"] == ("ok", ["1 solutions"])
-    assert {status for status, _ in found.values()} == {"ok"}

@@ -1,10 +1,9 @@
-"""A user's own calls through flashinfer_bench.apply and FlashInfer's Trace Apply: the solution that
-the traces choose runs, to the bit.
+"""A user's own calls through flashinfer_bench.apply: the solution that the traces choose runs, to
+the bit.
 
 The traces are made up: what is measured is not asked here, only what is done with it.
 """
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,11 +20,10 @@ from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from test_layer import new_output, output_of
 
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.program import DEFINITION, ROOT
+from scripts.common.sources import generations
 from scripts.data.dataset import load
-from scripts.pack.pack import generations
-from scripts.submit import forms
-from scripts.submit.forms import FORMS, export_of
+from scripts.pack import export_of, write_tree
 
 pytestmark = pytest.mark.gpu
 
@@ -66,9 +64,7 @@ def data_set(tmp_path_factory) -> Path:
             if (speedup := SPEEDUPS[export.name].get(trace.workload.axes["seq_len"]))
         ]
         exports.append(replace(export, traces=tuple(made)))
-    forms.write(FORMS["apply"], place / "apply", exports, definition)
-    fused = [export for export in exports if export.name == FUSED]
-    forms.write(FORMS["flashinfer"], place / "flashinfer", fused, definition)
+    write_tree("apply", place / "apply", exports, definition)
     return place
 
 
@@ -114,39 +110,3 @@ def test_in_a_graph(make_inputs, enabled):
         getattr(static, name).copy_(getattr(other, name))
     graph.replay()
     assert torch.equal(output, output_of(v5, other))
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
-)
-def test_flashinfers_function_runs_ours_whatever_the_gpu(
-    data_set, make_inputs, monkeypatch, tmp_path
-):
-    """Its own kernels are for compute capability 10.x; on Hopper only ours can have run."""
-    import flashinfer.fused_moe
-    from flashinfer import trace_apply as hook
-    from flashinfer.trace_apply.loaders import python as loader
-
-    inputs = make_inputs(80)
-
-    def call() -> torch.Tensor:
-        return flashinfer.fused_moe.trtllm_fp8_block_scale_moe(
-            **inputs._asdict(),
-            num_experts=256,
-            top_k=8,
-            n_group=8,
-            topk_group=4,
-            intermediate_size=2048,
-            local_num_experts=32,
-            routing_method_type=2,
-        )
-
-    monkeypatch.setattr(loader, "_cache_base", lambda: tmp_path)  # where it writes the sources
-    monkeypatch.setenv("FLASHINFER_TRACE_APPLY_PATH", str(data_set / "flashinfer"))
-    assert hook.enable_apply() > 0
-    try:
-        assert torch.equal(call(), output_of(v5, inputs))
-        (of_function,) = hook.stats().values()
-        assert of_function == {"hit": 1}
-    finally:
-        hook.disable_apply()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts.measure.timing import Timed, device_times, one_after_another
-from scripts.serve import graphs
+from scripts.serving import worker
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 pytestmark = pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n")
@@ -141,7 +141,7 @@ def test_a_graph_takes_as_long_however_slow_its_host_is() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.cuda._sleep(CYCLES)
-    with graphs.timed(4) as milliseconds:
+    with worker.timed(4) as milliseconds:
         for _ in range(8):
             graph.replay()
             time.sleep(0.01)

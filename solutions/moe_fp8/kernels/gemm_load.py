@@ -126,7 +126,7 @@ class GemmLoad:
         n, k, experts: of the weights; n and k are multiples of 128.
         gather: rows of A are copies of tokens that lie anywhere.
         rows_known: `expert_rows` was written before the previous kernel.
-        side_job: work for warp 3, see `ZeroRows.run`.
+        side_job: work for warp 3, see `ZeroTokens.run`.
 
     Raises:
         ValueError: a size is not supported.
@@ -728,63 +728,36 @@ def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Poin
 # --- side jobs ----------------------------------------------------------------------------------
 
 
-class ZeroRows:
-    """Write `out[r] = 0` where `is_zero`, by one otherwise idle warp of each CTA."""
-
-    def __init__(self, width: int):
-        self.width = width
-
-    @cute.jit
-    def run(self, known: cute.Tensor, out: cute.Tensor, warp: Int32, warps: Int32):
-        """Write the part of the `warp`-th of `warps` warps of `out`, (..., width) bf16; all lanes.
-
-        `known` is what `is_zero` looks at.
-        """
-        lane = cute.arch.lane_idx()
-        zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)  # (8,): 16 bytes
-        zeros.fill(0.0)
-        for row in cutlass.range(warp, self.rows(out), warps, unroll=1):
-            if self.is_zero(known, out, Int32(row)):
-                start = out.iterator + Int64(row) * self.width
-                for column in cutlass.range(
-                    lane * BF16_VECTOR, self.width, WARP * BF16_VECTOR, unroll=4
-                ):
-                    cute.autovec_copy(zeros, vector(start + column, BF16_VECTOR))
-
-    def rows(self, out: cute.Tensor) -> Int32:
-        return Int32(cute.size(out, mode=[0]))
-
-    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
-        """True, in all lanes, if nothing else writes a row."""
-        raise NotImplementedError
-
-
-class ZeroTokens(ZeroRows):
-    """Zero the tokens whose `pair_row[t]`, (tokens, top_k) i32, are all negative.
+class ZeroTokens:
+    """Zero the tokens whose `pair_row[t]`, (tokens, top_k) i32, are all negative, by one otherwise
+    idle warp of each CTA.
 
     Over half of the tokens of a large batch have no local expert. A kernel that waits for the
     tensor cores has time for them, and the combine then skips them.
     """
 
     def __init__(self, hidden: int, top_k: int):
-        super().__init__(hidden)
-        self.top_k = top_k
+        self.hidden, self.top_k = hidden, top_k
 
     @cute.jit
-    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
+    def run(self, pair_row: cute.Tensor, out: cute.Tensor, warp: Int32, warps: Int32):
+        """Write the part of the `warp`-th of `warps` warps of `out`, (tokens, hidden) bf16; all
+        lanes."""
+        lane = cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)  # (8,): 16 bytes
+        zeros.fill(0.0)
+        for token in cutlass.range(warp, Int32(cute.size(out, mode=[0])), warps, unroll=1):
+            if self.is_zero(pair_row, Int32(token)):
+                start = out.iterator + Int64(token) * self.hidden
+                for column in cutlass.range(
+                    lane * BF16_VECTOR, self.hidden, WARP * BF16_VECTOR, unroll=4
+                ):
+                    cute.autovec_copy(zeros, vector(start + column, BF16_VECTOR))
+
+    @cute.jit
+    def is_zero(self, pair_row: cute.Tensor, token: Int32) -> Boolean:
+        """True, in all lanes, if nothing else writes a token."""
         first = Int32(-1)  # a lane looks at a slot of the token
         if cute.arch.lane_idx() < self.top_k:
-            first = Int32(known[row, cute.arch.lane_idx()])
+            first = Int32(pair_row[token, cute.arch.lane_idx()])
         return Boolean(not cute.arch.vote_any_sync(first >= 0))
-
-
-class ZeroPadding(ZeroRows):
-    """Zero the rows `r >= masked_m[e]`, (experts,) i32, of an output (experts, max_rows, width)."""
-
-    def rows(self, out: cute.Tensor) -> Int32:
-        return cute.size(out, mode=[0]) * Int32(cute.size(out, mode=[1]))
-
-    def is_zero(self, known: cute.Tensor, out: cute.Tensor, row: Int32) -> Boolean:
-        max_rows = Int32(cute.size(out, mode=[1]))
-        expert = row // max_rows
-        return row - expert * max_rows >= known[expert]

@@ -1,0 +1,430 @@
+"""Serve a model in vLLM or SGLang on the fused layer and on the engine's own: check, time, compare.
+
+    run.py serve --model qwen3-30b-a3b --random-weights
+    run.py serve --model /path/to/a/model --compare engine,ours,accurate
+    run.py serve --model deepseek-v3 --random-weights --layers 4 --compare engine,tuned,ours
+
+Each backend is the engine's offline API in a process of its own: `engine` (as it comes), `tuned`
+(vLLM's Triton kernel with the files that vLLM has for an H200), `ours`, `accurate`, or a kernel by
+the engine's own name (`deep_gemm`, `flashinfer_cutlass`, ...).
+
+First every served layer's output on real activations is compared with float32 arithmetic on its
+dequantised weights (calc_diff). Then, after a warm-up, a decode step, a prefill and a mixed load
+are timed, of backends that run together in turns: 128 requests of 512 + 64 tokens, or as many as
+the largest batch has. Of vLLM the CUDA graph of a decode step is timed, too ("graph"): the GPU's
+part of the step, which does not change with the host. What is compiled after the start is counted.
+With trained weights tokens and log-probabilities are compared with those of the first backend; of
+random ones they say nothing.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from scripts.common.program import (
+    EXIT_OK,
+    ROOT,
+    Failure,
+    UsageError,
+    note,
+    parser,
+    run_main,
+    say,
+    steps,
+    whole,
+)
+from scripts.serving.engines import (
+    CHECK_TOKENS,
+    DIRECTORY,
+    ENGINES,
+    GROUPS,
+    LAYERS,
+    MIXED_REQUESTS,
+    OWN,
+    RANDOM,
+    Generated,
+    Setup,
+    find_model,
+)
+
+METHOD = "offline API, medians after a warm-up, backends that run together in turns"
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPTS = (512, 1024, 2048, 4096, 8192, 16384)
+MOST_FIRST_STARTS = 3
+COMPILED = "Cache the graph of compile range"
+"""vLLM's message about a graph that it did not find on disk."""
+COMPILED_LATE = "compilation during inference"
+"""The message of vLLM's monitor about a kernel that a request had to wait for."""
+PROCESS = "from scripts.serving.worker import main; main()"
+LAST_LINES = 15
+"""Lines of a log that are shown if an engine fails."""
+
+
+# --- a backend ------------------------------------------------------------------------------------
+
+
+def publish(directory: Path, engine: str) -> None:
+    """Make the worker a plugin of the engine for processes with the directory on their path."""
+    package = directory / "moe_fp8_serve-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-fp8-serve\nVersion: 0\n")
+    entry = f"moe_fp8_serve = scripts.serving.worker:register_{engine}"
+    (package / "entry_points.txt").write_text(f"[{GROUPS[engine]}]\n{entry}\n")
+
+
+def is_installed(engine: str) -> bool:
+    """True if the engine finds the package's own plugin."""
+    plugins = importlib.metadata.entry_points(group=GROUPS[engine])
+    return any(entry.value.startswith("moe_fp8.") for entry in plugins)
+
+
+def layers_of(directory: Path) -> list[list[float]]:
+    """Return the calc_diff of every layer that was checked, a list a process."""
+    return [list(map(float, lines)) for lines in reported(directory, "layers")]
+
+
+def compilations(directory: Path) -> int:
+    """Return the number of our kernels that all processes of an engine have compiled."""
+    return sum(int(compiled) for lines in reported(directory, "kernels") for compiled in lines)
+
+
+def reported(directory: Path, what: str) -> list[list[str]]:
+    """Return the lines of `report`, a list a process."""
+    return [file.read_text().split() for file in sorted(directory.glob(f"{what}-*.txt"))]
+
+
+class Backend:
+    """An engine that is starting; `ready` waits for it. Its output goes to a log."""
+
+    def __init__(self, setup: Setup, logs: Path, start: str = ""):
+        self.setup = setup
+        self.log = logs / f"{setup.model.name}-{setup.backend}{start}.log"
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{setup.backend}-", dir=logs))
+        publish(self.directory, setup.engine)
+        mine, its = Pipe()
+        environment = os.environ | setup.variables | {DIRECTORY: str(self.directory)}
+        if setup.random_weights:
+            environment[RANDOM] = "1"
+        paths = (str(self.directory), str(ROOT), os.environ.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self.started = time.monotonic()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROCESS, str(its.fileno())],
+                pass_fds=[its.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        its.close()
+        self.connection: Connection = mine
+        self.connection.send(setup)
+        self.version = ""
+        self.start_seconds = 0.0
+
+    def ready(self) -> None:
+        """Wait until the engine is up. Raises Failure."""
+        self.version, at = self._answer()
+        self.start_seconds = at - self.started
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Return the result of a method of `Measuring`. Raises Failure."""
+        with contextlib.suppress(OSError):  # the process has ended: `_answer` reports it
+            self.connection.send((what, *arguments))
+        return self._answer()
+
+    def close(self) -> None:
+        """End the engine with all its processes."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self.connection.close()
+
+    def log_lines(self, text: str) -> list[str]:
+        """Return the lines of the log with a text."""
+        return [line for line in self.text().splitlines() if text in line]
+
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _answer(self) -> Any:
+        try:
+            error, answer = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            error, answer = "the process ended", None
+        if error:
+            end = "\n".join(self.text().splitlines()[-LAST_LINES:])
+            raise Failure(f"{self.setup.backend}: {error}; the end of {self.log}:\n{end}")
+        return answer
+
+
+# --- measurements ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The quantities to measure, and the number of repeats."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    repeats: int
+    compare_tokens: bool = False  # for trained weights
+
+    @property
+    def figures(self) -> list[tuple[str, int, str]]:
+        """(method of `Measuring`, size, unit) of each quantity."""
+        return [
+            *(("decode", batch, "ms a step") for batch in self.batches),
+            *(("graph", batch, "ms a step") for batch in self.batches),
+            *(("prefill", tokens, "ms") for tokens in self.prompts),
+            ("mixed", min(MIXED_REQUESTS, max(self.batches)), "tokens/s"),
+        ]
+
+
+Row = dict[str, Any]
+Answers = dict[str, list[Generated]]
+"""Each backend's tokens for the compared prompts, in the order in which the backends ran."""
+
+
+def first_starts(setup: Setup, logs: Path) -> Iterator[Row]:
+    """Start a backend and end it, until it finds all its compiled graphs on disk: an engine that
+    compiles its model has a slower host for as long as it runs (DeepSeek-V3's sizes in vLLM 0.33,
+    batch 1: 2.64 ms a step, later 1.89). vLLM's second start looks for the first one's graphs under
+    another name, and compiles once more. Raises Failure."""
+    for number in range(MOST_FIRST_STARTS):
+        backend = Backend(setup, logs, f"-first-{number}")
+        try:
+            backend.ready()
+            yield row_of(backend, "first start", None, round(backend.start_seconds, 1), "s")
+        finally:
+            backend.close()
+        if not backend.log_lines(COMPILED):
+            return
+
+
+def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -> Iterator[Row]:
+    """Yield the rows of backends that share the GPU, as they come. Earlier backends have left their
+    `answers`. Raises Failure."""
+    with contextlib.ExitStack() as stack:
+        backends = []
+        for setup in setups:
+            note(f"starts {setup.backend}")
+            backends.append(Backend(setup, logs))
+            stack.callback(backends[-1].close)
+        for backend in backends:
+            backend.ready()
+            slower = ", compiled: its host is slower" if backend.log_lines(COMPILED) else ""
+            note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s{slower}")
+        at_start = [compilations(backend.directory) for backend in backends]
+        for backend in backends:
+            yield from check(backend)
+        yield from timed(backends, plan)
+        for backend in backends if plan.compare_tokens else ():
+            answers[backend.setup.backend] = backend.ask("compared")
+            yield from compared(backend, answers)
+        for backend, compiled in zip(backends, at_start, strict=True):
+            yield from counted(backend, compiled)
+
+
+def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
+    setup = backend.setup
+    return {
+        "engine": setup.engine, "engine_version": backend.version, "model": setup.model.name,
+        "layers": setup.model.layers, "gpus": setup.tensor_parallel,
+        "parallel": "expert" if setup.expert_parallel else "tensor", "subject": setup.backend,
+        "batch_invariant": setup.batch_invariant or None, "dense": setup.dense,
+        "part": what, "size": size, "value": value, "unit": unit, **more,
+    }  # fmt: skip
+
+
+def check(backend: Backend) -> Iterator[Row]:
+    """Yield rows of the start and of the layers' checks. Raises Failure: the layer is not served
+    where it should be, or computes wrong values."""
+    from scripts.common.float32_experts import LARGEST_DIFF
+
+    if backend.setup.backend in OWN and not backend.log_lines("moe_fp8 serves"):
+        why = backend.log_lines("moe_fp8") or ["the log does not name moe_fp8"]
+        raise Failure(f"{backend.setup.backend}: nothing is served: {why[-1]}")
+    yield row_of(backend, "start", None, round(backend.start_seconds, 1), "s")
+    backend.ask("check")
+    layers = layers_of(backend.directory)
+    if backend.setup.backend in OWN and not any(layers):
+        raise Failure(f"{backend.setup.backend}: no call of {CHECK_TOKENS} tokens was seen")
+    for differences in layers:
+        for layer, calc_diff in enumerate(differences):
+            if math.isfinite(calc_diff):
+                yield row_of(backend, "calc_diff of a layer", layer, calc_diff, "")
+    wrong = [
+        diff for differences in layers for diff in differences if not diff <= LARGEST_DIFF
+    ]  # also true for NaN
+    if wrong:
+        raise Failure(f"{backend.setup.backend}: a layer's calc_diff is {wrong[0]:.2e}")
+    if max(backend.setup.batches) > 1:  # else a batch has one request
+        yield row_of(backend, "same tokens alone and among others", None, backend.ask("alone"), "")
+
+
+def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
+    """Yield medians over the repeats of all backends in turn. The first repeat is a warm-up. A
+    quantity that is NaN in any repeat of a backend has no row."""
+    for what, size, unit in plan.figures:
+        values: dict[str, list[float]] = {backend.setup.backend: [] for backend in backends}
+        for repeat in range(plan.repeats + 1):
+            for backend in backends:
+                values[backend.setup.backend].append(backend.ask(what, size, repeat))
+        for backend in backends:
+            samples = sorted(values[backend.setup.backend][1:])
+            if any(map(math.isnan, samples)):
+                continue
+            median = statistics.median(samples)
+            spread = round((samples[-1] - samples[0]) / abs(median), 4)
+            say(f"        {what} {size}: {backend.setup.backend} {median:.4g} {unit}")
+            yield row_of(backend, what, size, median, unit, spread=spread, least=samples[0],
+                         most=samples[-1], calls=len(samples))  # fmt: skip
+
+
+def counted(backend: Backend, at_start: int) -> Iterator[Row]:
+    """Yield the numbers of kernels that were compiled, at start and later."""
+    if backend.setup.backend in OWN:
+        late = compilations(backend.directory) - at_start
+        yield row_of(backend, "our kernels compiled at start", None, at_start, "")
+        yield row_of(backend, "our kernels compiled later", None, late, "")
+    late_lines = [line for line in backend.log_lines(COMPILED_LATE) if "FusedMoe" in line]
+    yield row_of(backend, "of ours, by the engine's monitor", None, len(late_lines), "")
+
+
+def compared(backend: Backend, answers: Answers) -> Iterator[Row]:
+    """Yield the agreement of tokens and log-probabilities with those of the first backend."""
+    first, *_ = answers
+    if first == backend.setup.backend:
+        return
+    same, differences = 0, [0.0]
+    pairs = list(zip(answers[backend.setup.backend], answers[first], strict=True))
+    for (tokens, logprobs), (of_tokens, of_logprobs) in pairs:
+        pairs_of = zip(tokens, of_tokens, strict=True)
+        until = next((n for n, (a, b) in enumerate(pairs_of) if a != b), len(tokens))
+        same += until
+        equal = zip(logprobs[:until], of_logprobs, strict=False)
+        differences += [abs(a - b) for a, b in equal]
+    share = same / sum(len(tokens) for (tokens, _), _ in pairs)
+    yield row_of(backend, f"tokens before the first other than {first}'s", None, share, "")
+    yield row_of(backend, "largest difference of a log-probability there", None,
+                 max(differences), "")  # fmt: skip
+
+
+# --- program --------------------------------------------------------------------------------------
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(whole(1), text.split(","))))
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--engine", choices=ENGINES, default="vllm")
+    add(
+        "--model",
+        required=True,
+        metavar="NAME_OR_DIR",
+        help=f"a directory of weights, or, for random ones, {', '.join(LAYERS)}",
+    )
+    add("--random-weights", action="store_true", help="by the parameters' names, of a sane spread")
+    add("--layers", type=whole(1), metavar="N", help="of random weights (default: as many as fit)")
+    add("--compare", default="engine,ours", metavar="BACKENDS", help="(default: engine,ours)")
+    add(
+        "--batches",
+        type=numbers,
+        default=BATCHES,
+        metavar="N,...",
+        help="requests of a decode step",
+    )
+    add("--prompts", type=numbers, default=PROMPTS, metavar="N,...", help="tokens of a prefill")
+    add("--repeats", type=whole(1), default=5, metavar="N", help="of each figure (default: 5)")
+    add("--together", type=whole(1), default=1, metavar="N",
+        help="backends that share the GPU, so that they can take turns (default: 1)")  # fmt: skip
+    add("--tensor-parallel", type=whole(1), default=1, metavar="N", help="GPUs")
+    add("--expert-parallel", action="store_true", help="experts whole, spread over these GPUs")
+    add("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 for all backends")
+    add("--logs", type=Path, metavar="DIR", help="where the engines' logs go")
+    add("--out", type=Path, metavar="FILE", help="append all figures there, as they come")
+    return options.parse_args(argv)
+
+
+def setups(args: argparse.Namespace) -> list[Setup]:
+    """Return the settings of each backend. Raises UsageError."""
+    if importlib.util.find_spec(args.engine) is None:
+        raise UsageError(
+            f"{args.engine} is not installed for {sys.executable}: in the environment that has it "
+            "run pip install -e '.[serve]', then run.py with its python"
+        )
+    if args.batch_invariant and args.engine != "vllm":
+        raise UsageError("--batch-invariant: with --engine vllm only")
+    backends = list(dict.fromkeys(name.strip() for name in args.compare.split(",")))
+    if "" in backends:
+        raise UsageError(f"--compare {args.compare}: a name between commas is empty")
+    if set(OWN) & set(backends) and not is_installed(args.engine):
+        raise UsageError(f"{args.engine} does not find the plugin: pip install -e . in this folder")
+    model = find_model(args.model, args.layers, args.random_weights)
+    return [
+        Setup(
+            engine=args.engine,
+            backend=backend,
+            model=model,
+            random_weights=args.random_weights,
+            most_tokens=max(*args.prompts, CHECK_TOKENS),
+            batches=args.batches,
+            tensor_parallel=args.tensor_parallel,
+            expert_parallel=args.expert_parallel,
+            share=0.9 / min(args.together, len(backends)),
+            batch_invariant=args.batch_invariant,
+        )
+        for backend in backends
+    ]
+
+
+def main() -> int:
+    args = arguments()
+    wanted = setups(args)
+    from scripts.common import environment
+    from scripts.data.rows import Writer
+    from scripts.table.served import SERVED, checks_table, timed_tables
+
+    plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    say(f"logs of the engines: {logs}")
+    groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
+    hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
+    into = Writer(SERVED, hardware, METHOD, args.out)
+    say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
+    answers: Answers = {}
+    try:
+        for row in first_starts(wanted[0], logs):
+            into.add(row, row["subject"])
+        for group in steps(groups, lambda group: ", ".join(setup.backend for setup in group)):
+            for row in measure(group, plan, logs, answers):
+                into.add(row, row["subject"])
+    finally:  # also if a backend fails or Ctrl-C ends the program
+        if rows := into.rows:
+            for table in (*timed_tables(rows), checks_table(rows)):
+                print(f"\n{table.title}\n\n{table.text()}")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)

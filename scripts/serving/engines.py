@@ -1,0 +1,266 @@
+"""vLLM and SGLang by one interface: prompts of token ids in, greedily decoded tokens out; and the
+models that `serve` knows by name, with their sizes as published, for random weights.
+
+DeepSeek-V3 and GLM-5 have one dense layer in place of three, so that a few layers include experts.
+`deepseek-v3-tp8` is the share of one of eight tensor-parallel ranks.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from scripts.common.program import UsageError, error_line
+
+ENGINES = ("vllm", "sglang")
+SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
+OWN = ("ours", "accurate")
+CACHE_BYTES = 5 * 2**30
+"""Bytes of the cache for keys and values."""
+PROMPT_ROOM = 256
+"""Tokens that a request may have in addition to the longest prompt."""
+DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
+"""The variable with the directory of the processes' reports, set by `serve` only."""
+RANDOM = "MOE_FP8_SERVE_RANDOM"
+CHECK_TOKENS = 2999
+"""Tokens of the prompt whose calls are checked, in one step: more than a CUDA graph has."""
+GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
+"""The mixed load: requests, limited by the largest batch, and the tokens that a request reads and
+writes."""
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+MODELS = Path(__file__).with_name("models")
+LAYERS = {
+    "deepseek-v3": 4,
+    "deepseek-v3-tp8": 11,
+    "glm-5": 5,
+    "kimi-k2": 3,
+    "minimax-m2": 12,
+    "qwen3-235b-a22b": 16,
+    "qwen3-30b-a3b": 48,
+}
+"""Layers that fit 80 GB with a cache for keys and values."""
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    layers: int
+    """The number of layers that are served."""
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
+
+    @property
+    def overrides(self) -> dict[str, int]:
+        """The served values that differ from the configuration's."""
+        return {} if self.layers == self.published else {"num_hidden_layers": self.layers}
+
+    @property
+    def published(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+
+def find_model(name: str, layers: int | None, random_weights: bool) -> Model:
+    """Return a model of `models/`, or one in a directory of weights. Raises UsageError."""
+    known = name in LAYERS
+    directory = MODELS / name if known else Path(name)
+    if not (directory / "config.json").is_file():
+        raise UsageError(f"--model {name}: expected a directory, or one of {', '.join(LAYERS)}")
+    if known and not random_weights:
+        raise UsageError(f"--model {name} has no weights: give --random-weights, or a directory")
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        most, _ = (int(config[name]) for name in ("num_hidden_layers", "vocab_size"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{directory / 'config.json'}: {error_line(error)}") from None
+    wanted = layers or LAYERS.get(name, most)
+    if wanted > most:
+        raise UsageError(f"--layers {wanted}: {name} has {most}")
+    if wanted < most and not random_weights:
+        raise UsageError("--layers: a part of trained weights says nothing; give --random-weights")
+    return Model(name if known else directory.resolve().name, directory, config, wanted)
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+class Generated(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]  # of these tokens; empty if not asked for
+
+
+class Engine(Protocol):
+    version: str
+
+    def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        """Return the ms of the CUDA graph of each decode step, on the GPU; empty if not known."""
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool = False
+    ) -> list[Generated]: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings of an engine. `backend` is `engine`, `tuned`, `ours`, `accurate`, or the
+    engine's name for one of its kernels."""
+
+    engine: str
+    backend: str
+    model: Model
+    random_weights: bool = False
+    most_tokens: int = 16384  # of a step, and of a prompt
+    batches: tuple[int, ...] = (1,)  # that CUDA graphs are captured for
+    tensor_parallel: int = 1
+    expert_parallel: bool = False
+    share: float = 0.9  # of the GPU's memory
+    batch_invariant: bool = False
+
+    @property
+    def dense(self) -> str | None:
+        """The kernel of dense layers, if vLLM's variable asks for another one than the default."""
+        asked = self.engine == "vllm" and os.environ.get("VLLM_USE_DEEP_GEMM") == "1"
+        return "DeepGEMM" if asked else None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the engine's processes."""
+        own = {"ours": "1", "accurate": "accurate"}
+        variables = {SWITCH[self.engine]: own.get(self.backend, "0")}
+        if self.engine == "vllm":
+            if self.tensor_parallel == 1:  # so that times exclude traffic between processes
+                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            if self.batch_invariant:
+                variables["VLLM_BATCH_INVARIANT"] = "1"
+        return variables
+
+
+def start(setup: Setup) -> Engine:
+    """Start an engine in this process, whose environment must have `setup.variables`."""
+    return Vllm(setup) if setup.engine == "vllm" else Sglang(setup)
+
+
+class Vllm:
+    def __init__(self, setup: Setup):
+        import vllm
+
+        if setup.backend == "tuned":
+            use_tuned_files(Path(vllm.__file__).parent)
+        asked = setup.backend not in ("engine", "tuned", *OWN)
+        self.version = vllm.__version__
+        self.sampling = vllm.SamplingParams
+        self.llm = vllm.LLM(
+            model=str(setup.model.directory),
+            skip_tokenizer_init=True,
+            load_format="dummy" if setup.random_weights else "auto",
+            dtype="bfloat16",
+            seed=0,
+            hf_overrides=setup.model.overrides,
+            max_model_len=setup.most_tokens + PROMPT_ROOM,
+            max_num_batched_tokens=setup.most_tokens,
+            max_num_seqs=max(setup.batches),
+            gpu_memory_utilization=setup.share,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            tensor_parallel_size=setup.tensor_parallel,
+            worker_extension_cls="scripts.serving.worker.TimesGraphs",
+            enable_expert_parallel=setup.expert_parallel,
+            compilation_config={"cudagraph_capture_sizes": list(setup.batches)},
+            **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
+        )
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool = False
+    ) -> list[Generated]:
+        sampling = self.sampling(
+            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=tokens,
+            logprobs=0 if logprobs else None,
+        )  # fmt: skip
+        requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
+        return [
+            Generated(
+                list(output.token_ids),
+                [
+                    p[t].logprob
+                    for p, t in zip(output.logprobs or (), output.token_ids, strict=False)
+                ],
+            )
+            for output in (request.outputs[0] for request in outputs)
+        ]
+
+    def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        self.llm.collective_rpc("time_graphs", args=(tokens // 2,))
+        self.generate(prompts, tokens)
+        of_ranks = self.llm.collective_rpc("graph_times")
+        # A rank that begins early waits for the others in the graph: the last rank's time counts.
+        return list(map(min, zip(*of_ranks, strict=True)))
+
+
+def use_tuned_files(vllm: Path) -> None:
+    """Use vLLM's tuned configs for an H200 if it has none for this GPU; an H100 has fewer."""
+    import torch
+
+    name = torch.cuda.get_device_name().replace(" ", "_")
+    folder = Path(os.environ[DIRECTORY]) / "tuned"
+    folder.mkdir()
+    configs = vllm / "model_executor/layers/fused_moe/configs"
+    for file in configs.glob("*device_name=NVIDIA_H200,dtype=fp8_w8a8*"):
+        target = file.name.replace("NVIDIA_H200", name)
+        source = configs / target if (configs / target).is_file() else file
+        (folder / target).write_bytes(source.read_bytes())
+    os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(folder)
+
+
+class Sglang:
+    def __init__(self, setup: Setup):
+        import sglang
+
+        asked = setup.backend not in ("engine", *OWN)
+        self.version = sglang.__version__
+        self.engine = sglang.Engine(
+            model_path=str(setup.model.directory),
+            skip_tokenizer_init=True,
+            load_format="dummy" if setup.random_weights else "auto",
+            dtype="bfloat16",
+            random_seed=0,
+            json_model_override_args=json.dumps(setup.model.overrides),
+            context_length=setup.most_tokens + PROMPT_ROOM,
+            chunked_prefill_size=setup.most_tokens,
+            max_prefill_tokens=setup.most_tokens,
+            max_running_requests=max(setup.batches),
+            mem_fraction_static=setup.share,
+            disable_radix_cache=True,
+            cuda_graph_bs_decode=list(setup.batches),
+            tp_size=setup.tensor_parallel,
+            ep_size=setup.tensor_parallel if setup.expert_parallel else 1,
+            log_level="info",
+            **({"moe_runner_backend": setup.backend} if asked else {}),
+        )
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, logprobs: bool = False
+    ) -> list[Generated]:
+        sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": tokens}
+        outputs = self.engine.generate(
+            input_ids=prompts, sampling_params=sampling, return_logprob=logprobs
+        )
+        return [
+            Generated(
+                list(output["output_ids"]),
+                [entry[0] for entry in output["meta_info"].get("output_token_logprobs", ())],
+            )
+            for output in outputs
+        ]
+
+    def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
+        return []  # SGLang's processes take no calls from outside

@@ -1,0 +1,281 @@
+"""Code that the programs share: harmless text, tables, options, errors in one line, files; and the
+programs as they start, and refuse what is wrong with status 2."""
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+import pytest
+import torch
+from markers import more
+from programs import call
+
+import run
+from scripts.common import program
+from scripts.common.program import ROOT, duration, markdown, printable, write_file
+from scripts.table.tables import Table
+
+
+def test_text_that_a_terminal_or_markdown_would_act_on_is_shown_as_it_is(capsys) -> None:
+    assert printable("a\x1b[31m\r\n\u202e\x00é 漢") == "a\\x1b[31m\\r\\n\\u202e\\x00é 漢"
+    assert printable("\ud800") == "\\ud800", "half of a letter, from a broken file"
+    assert markdown("a|b\\|c<i>`$[d](e)\n") == "a\\|b\\\\\\|c\\<i>\\`\\$\\[d](e)\\\\n"
+    assert markdown("sm_90 (1/2), **best**") == "sm_90 (1/2), **best**"
+    program.say("a\x1b\nb")
+    assert capsys.readouterr().err == "a\\x1b\nb\n"
+
+
+def test_tables_align_their_columns_and_escape_their_cells() -> None:
+    table = Table(pd.DataFrame({"name": ["a|b", "c\n"], "x": ["1", "22"]}))
+    assert table.text().split("\n") == [
+        "name      x",
+        "------  ---",
+        "a|b       1",
+        "c\\n      22",
+    ]
+    assert table.markdown().split("\n") == [
+        "| name   |   x |",
+        "|:-------|----:|",
+        "| a\\|b   |   1 |",
+        "| c\\\\n   |  22 |",
+    ]
+    assert Table(pd.DataFrame(columns=["a"])).text() == "a\n---"
+    # A blank in place of a mark keeps the figures aligned.
+    lines = Table(pd.DataFrame({"x": ["1.5 ", "12.5*"]}), left=0).text().split("\n")
+    assert lines[2:] == [" 1.5", "12.5*"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (program.whole(1), {"1": 1, "50": 50}, ["0", "-1", "1.5", "x", "", "nan", str(2**63)]),
+        (program.whole(0), {"0": 0}, ["-1"]),
+        (program.positive, {"0.1": 0.1, "1e3": 1e3}, ["0", "-1", "nan", "inf", "-inf", "x"]),
+        (program.share, {"0.85": 0.85, "1": 1.0}, ["0", "1.01", "nan", "x"]),
+    ],
+)
+def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> None:
+    assert {text: kind(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="is no"):
+            kind(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (program.UsageError("no\x1b such\n  thing"), 2, "error: no\\x1b such\n  thing\n"),
+        (program.Failure("it failed"), 1, "error: it failed\n"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "error: /x: Permission denied\n"),
+        (OSError("no more"), 2, "error: no more\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (ZeroDivisionError(), None, ""),
+    ],
+)
+def test_expected_errors_are_one_line_and_a_status_others_keep_their_traceback(
+    error, status, message: str, capsys
+) -> None:
+    with pytest.raises(SystemExit if status else type(error)) as ended:
+        program.run_main(mock.Mock(side_effect=error))
+    assert getattr(ended.value, "code", None) == status and capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_is_gone_is_no_error(unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(run.programs()["pack"]), "--list"]
+    env = {**run.environment(), "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writing) as out:
+        result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+ENDING = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDING)
+def test_ctrl_c_and_sigterm_raise_in_main_alone(number, status: int, monkeypatch, capfd) -> None:
+    def interrupted() -> int:
+        program.interrupt(number, sys._getframe())
+        return 0
+
+    def kept() -> int:
+        """Act like a program that keeps its measurements."""
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted()
+        return program.EXIT_INTERRUPTED
+
+    def leave(status: int) -> None:
+        raise RuntimeError(f"left with {status}")
+
+    monkeypatch.setattr(program, "interrupted_by", signal.SIGINT)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(RuntimeError, match=f"left with {status}"):
+        interrupted()
+    for main in (interrupted, kept):
+        with pytest.raises(SystemExit, match=str(status)):
+            program.run_main(main)
+    assert capfd.readouterr().err == 2 * "interrupted\n"
+    assert signal.getsignal(number) is not program.interrupt, "for programs alone"
+
+
+SLOW = """
+import pathlib, time
+pathlib.Path({ready!r}).touch()
+try:
+    for _ in range(10 * {seconds}):  # a signal just before one sleep ends the next
+        time.sleep(0.1)
+except BaseException:
+    raise ImportError("cannot be loaded twice")  # as C++ code says
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "module", "number"),
+    [
+        ("", "torch", signal.SIGINT),  # in main
+        ("", "filelock", signal.SIGTERM),  # before it begins
+        *more(("", "filelock", signal.SIGINT)),
+        *more(("", "torch", signal.SIGTERM)),
+        *more(("ignored", "filelock", signal.SIGINT), ("ignored", "filelock", signal.SIGTERM)),
+    ],
+)
+def test_ctrl_c_while_something_is_imported_is_quiet(
+    mask: str, module: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    seconds = 2 if mask == "ignored" else 60
+    (tmp_path / f"{module}.py").write_text(SLOW.format(ready=str(ready), seconds=seconds))
+
+    def before() -> None:
+        # A shell's background job, in which these tests may run, ignores it.
+        handler = signal.SIG_IGN if mask == "ignored" else signal.SIG_DFL
+        for each in program.ENDING:
+            signal.signal(each, handler)
+
+    command = [sys.executable, str(run.programs()["measure"]), "times", "--run", "/absent"]
+    paths = f"{tmp_path}{os.pathsep}{run.environment()['PYTHONPATH']}"
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        preexec_fn=before,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not ready.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        stderr = process.communicate(timeout=600)[1]
+    if mask == "ignored":
+        assert process.returncode not in (*dict(ENDING).values(), -number)
+    else:
+        assert (process.returncode, stderr) == (dict(ENDING)[number], "interrupted\n")
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (4.21, 65, 7385)] == ["4.2 s", "1 min 05 s", "2 h 03 min"]
+
+
+# --- files are written whole or not at all --------------------------------------------------------
+
+
+def test_text_and_bytes_are_written_as_they_are_into_directories_that_are_made(tmp_path) -> None:
+    path = tmp_path / "a" / "b.txt"
+    for content, written in (("é\n", "é\n".encode()), (b"\r\n", b"\r\n")):
+        write_file(path, content)
+        assert path.read_bytes() == written
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_file(path, "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # files cannot grow beyond
+    try:
+        with pytest.raises(OSError) as caught:
+            write_file(path, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(path), "not that of the file beside it"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_file(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    write_file(Path(os.devnull), "x")
+    assert not Path(os.devnull).is_file()
+    code = "import pathlib, sys; from scripts.common import program; print(1, flush=True); "
+    code += "program.write_file(pathlib.Path('/dev/stdout'), '2\\n'); print(3)"
+    program = [sys.executable, "-c", code]
+    assert subprocess.run(program, cwd=ROOT, stdout=-1).stdout == b"1\n2\n3\n"
+    with (tmp_path / "redirected").open("wb") as file:
+        subprocess.run(program, cwd=ROOT, stdout=file, check=True)
+    assert sorted((tmp_path / "redirected").read_text()) == ["\n", "\n", "\n", "1", "2", "3"]
+
+
+# --- the programs ---------------------------------------------------------------------------------
+
+
+RECORD = max((ROOT / "results").glob("*/*/rows.jsonl")).parent
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+@pytest.mark.parametrize("name", run.programs())
+def test_help(name: str) -> None:
+    done = call(name, "--help")
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
+        ("bench", ["--local", "/absent"], "not a directory"),
+        ("bench", ["--no-such-option"], "unrecognized arguments"),
+        ("bench", ["--cpu", "--against", "flat"], "--against flat: no solution of that name"),
+        *(
+            ("bench", [option, "--local=/absent"], f"argument {option.split('=')[0]}: ")
+            for option in "--rtol=-1 --atol=nan --matched-ratio=1.5 --trials=0 --seed=-1".split()
+        ),
+        ("report", ["/absent"], "no traces.jsonl"),
+        *more(("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: ")),
+        ("pack", ["absent"], "no generation named absent"),
+        ("measure", [], "the following arguments are required: what"),
+        ("measure", ["sweep", "--tokens", "0"], "--tokens: '0' is no whole number"),
+    ],
+)
+def test_usage_errors_have_status_2_and_one_line(name, arguments, message) -> None:
+    result = call(name, *arguments)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+@no_gpu
+def test_a_place_that_cannot_be_written_is_one_line() -> None:
+    """A read-only checkout, or `--traces` below a file: refused before anything is measured."""
+    arguments = ["--cpu", "--workloads", "1", "--traces", "/dev/null/traces"]
+    result = call("bench", *arguments, "--solutions", "cutedsl_moe_fp8_v2")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "error: /dev/null/traces: Not a directory"
+
+
+@no_gpu
+@pytest.mark.parametrize("what", ["roofline", "kernels", "sweep", "gemm", "batched", "tune_layer"])
+def test_what_needs_a_gpu_says_so(what: str) -> None:
+    result = call("measure", what)
+    assert result.returncode == 2 and "no GPU is visible" in result.stderr
