@@ -11,7 +11,7 @@ the engine's own name (`deep_gemm`, `flashinfer_cutlass`, ...).
 First every served layer's output on real activations is compared with float32 arithmetic on its
 dequantised weights (calc_diff). Then, after a warm-up, a decode step, a prefill and a mixed load
 are timed, of backends that run together in turns: 128 requests of 512 + 64 tokens, or as many as
-the largest batch has. Of vLLM the CUDA graph of a decode step is timed, too ("graph"): the GPU's
+the largest batch has. The CUDA graph of a decode step is timed, too ("graph"): the GPU's
 part of the step, which does not change with the host. What is compiled after the start is counted.
 With trained weights tokens and log-probabilities are compared with those of the first backend; of
 random ones they say nothing.
@@ -60,6 +60,7 @@ from scripts.serving.engines import (
     Generated,
     Setup,
     find_model,
+    reported,
 )
 
 METHOD = "offline API, medians after a warm-up, backends that run together in turns"
@@ -101,11 +102,6 @@ def layers_of(directory: Path) -> list[list[float]]:
 def compilations(directory: Path) -> int:
     """Return the number of our kernels that all processes of an engine have compiled."""
     return sum(int(compiled) for lines in reported(directory, "kernels") for compiled in lines)
-
-
-def reported(directory: Path, what: str) -> list[list[str]]:
-    """Return the lines of `report`, a list a process."""
-    return [file.read_text().split() for file in sorted(directory.glob(f"{what}-*.txt"))]
 
 
 class Backend:

@@ -108,6 +108,11 @@ class Engine(Protocol):
     ) -> list[Generated]: ...
 
 
+def reported(directory: Path, what: str) -> list[list[str]]:
+    """Return the lines of `worker.report`, a list a process."""
+    return [file.read_text().split() for file in sorted(directory.glob(f"{what}-*.txt"))]
+
+
 @dataclass(frozen=True)
 class Setup:
     """The settings of an engine. `backend` is `engine`, `tuned`, `ours`, `accurate`, or the
@@ -201,9 +206,13 @@ class Vllm:
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
         self.llm.collective_rpc("time_graphs", args=(tokens // 2,))
         self.generate(prompts, tokens)
-        of_ranks = self.llm.collective_rpc("graph_times")
-        # A rank that begins early waits for the others in the graph: the last rank's time counts.
-        return list(map(min, zip(*of_ranks, strict=True)))
+        return last_rank(self.llm.collective_rpc("graph_times"))
+
+
+def last_rank(times: list[list[float]]) -> list[float]:
+    """Return the times of each step's graph on the rank that begins last: a rank that begins early
+    waits for the others in the graph."""
+    return list(map(min, zip(*times, strict=True)))
 
 
 def use_tuned_files(vllm: Path) -> None:
@@ -263,4 +272,10 @@ class Sglang:
         ]
 
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
-        return []  # SGLang's processes take no calls from outside
+        directory = Path(os.environ[DIRECTORY])
+        for file in directory.glob("graphs-*.txt"):
+            file.unlink()
+        self.engine.collective_rpc("time_graphs", steps=tokens // 2)
+        self.generate(prompts, tokens)
+        self.engine.collective_rpc("report_graph_times")
+        return last_rank([[*map(float, times)] for times in reported(directory, "graphs")])

@@ -148,10 +148,21 @@ def register_vllm() -> None:
 
 def register_sglang() -> None:
     watch()
+    from sglang.srt.managers.scheduler import Scheduler
+
+    # Methods for `Engine.collective_rpc`, which returns nothing.
+    Scheduler.time_graphs = TimesGraphs.time_graphs
+    Scheduler.report_graph_times = report_graph_times
     if os.environ.get(RANDOM):
         from sglang.srt.model_loader import loader
 
         loader.initialize_dummy_weights = fill_model
+
+
+def report_graph_times(scheduler: Any) -> None:
+    """Report the times of the replays of a scheduler of SGLang, and end the timing."""
+    for milliseconds in TimesGraphs.graph_times(scheduler):
+        report("graphs", milliseconds)
 
 
 def fill_model(model: Any) -> None:
@@ -259,7 +270,7 @@ def timed(steps: int) -> Iterator[Callable[[], list[float]]]:
 
 
 class TimesGraphs:
-    """Methods that vLLM's workers, one a GPU, get in addition, for `LLM.collective_rpc`."""
+    """Methods that the processes of an engine, one a GPU, get in addition."""
 
     def time_graphs(self, steps: int) -> None:
         """Begin to time replays."""

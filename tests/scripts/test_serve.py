@@ -371,7 +371,14 @@ def test_known_models(name):
     model = find_model(name, None, True)
     assert model.layers <= model.published and model.vocabulary > 10_000
     assert model.overrides.get("num_hidden_layers", model.published) == model.layers
-    assert model.config["quantization_config"]["weight_block_size"] == [128, 128]
+    quantisation = model.config["quantization_config"]
+    assert quantisation["weight_block_size"] == [128, 128]
+    # vLLM quantises Qwen3's routers unless they are named.
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(model.published)]
+    assert quantisation["modules_to_not_convert"] == [
+        "lm_head",
+        *(routers if name.startswith("qwen3") else ()),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -682,6 +689,30 @@ def test_a_step_takes_what_the_rank_takes_that_begins_last(of_ranks, expected):
     vllm.llm = SimpleNamespace(collective_rpc=lambda method, args=(): of_ranks)
     vllm.generate = lambda prompts, tokens: None
     assert Measuring(vllm, 1000).graph(2, 0) == pytest.approx(expected, nan_ok=True)
+
+
+def test_sglang_s_ranks_leave_their_times_in_files(tmp_path, monkeypatch):
+    """Two ranks report twice; the earlier call's files do not count."""
+    monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
+    times = iter([[[9.0], [8.0]], [[5.0, 2.0, 9.0], [4.0, 3.0, 8.0]], [[], []]])
+    asked = []
+
+    def collective_rpc(method: str, **arguments: int) -> None:
+        asked.append((method, arguments))
+        if method == "report_graph_times":
+            for rank, of_rank in enumerate(next(times)):
+                monkeypatch.setattr(worker.os, "getpid", lambda rank=rank: rank)
+                scheduler = worker.TimesGraphs()
+                scheduler.graphs_are_timed = contextlib.ExitStack()
+                scheduler.graph_milliseconds = lambda of_rank=of_rank: of_rank
+                worker.report_graph_times(scheduler)
+
+    sglang = object.__new__(engines.Sglang)
+    sglang.engine = SimpleNamespace(collective_rpc=collective_rpc)
+    sglang.generate = lambda prompts, tokens: asked.append("generate")
+    graphs = [Measuring(sglang, 1000).graph(2, repeat) for repeat in range(3)]
+    assert graphs == pytest.approx([8.0, 4.0, math.nan], nan_ok=True)
+    assert asked[:3] == [("time_graphs", {"steps": 16}), "generate", ("report_graph_times", {})]
 
 
 def test_what_a_backend_cannot_tell_has_no_row():
