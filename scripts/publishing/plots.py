@@ -13,20 +13,10 @@ import pandas as pd
 from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth
 from scripts.common.text import printable
-from scripts.data.results import Clock
-from scripts.data.rows import Rows
-from scripts.table.pivots import (
-    KERNELS,
-    SWEEP,
-    called,
-    compute_bound,
-    fastest_first,
-    launches,
-    peers_of,
-    roofline_of,
-    wide,
-)
-from scripts.table.rankings import Ranking
+from scripts.publishing import tables
+from scripts.publishing.rankings import Ranking
+from scripts.publishing.rows import Clock, Rows
+from scripts.publishing.tables import KERNELS, SWEEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,13 +77,11 @@ def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
     return by_subject
 
 
-def latency_figure(
-    ranking: Ranking, roofline_ms: dict[str, float], clock: Clock = "harness"
-) -> "Figure":
+def latency_figure(ranking: Ranking, clock: Clock = "harness") -> "Figure":
     """Plot every solution's latency over the workloads by T, evenly spaced, and the roofline."""
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
-    roofline = pd.Series(roofline_ms, dtype=float).reindex(uuids)
+    roofline = ranking.limits.roofline.reindex(uuids)
     title = f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}"
     peers = ranking.summary.set_index("solution").peer
     figure, ax = times_figure(ms, roofline, peers, list(range(len(uuids))), tokens, title)
@@ -104,11 +92,12 @@ def latency_figure(
 
 def sweep_figure(rows: Rows, name: str) -> "Figure":
     """Plot device times over the number of tokens, on a log scale."""
-    f = called(rows, name)
-    ms, tokens, roofline = wide(f, SWEEP), list(f.tokens.unique()), roofline_of(f, SWEEP)
+    f = tables.called(rows, name)
+    ms, roofline = tables.wide(f, SWEEP), tables.roofline_of(f, SWEEP)
+    tokens = list(f.tokens.unique())
     hardware = rows.measurements[name]["hardware"]
     title = f"{CLOCK_TITLES['device']} of the layer, {hardware}"
-    peers = peers_of(f).reindex(fastest_first(ms))
+    peers = tables.peers_of(f).reindex(tables.fastest_first(ms))
     figure, ax = times_figure(ms, roofline, peers, tokens, tokens, title)
     ax.set_xscale("log", base=2)
     ax.set_xticks(tokens, list(map(str, tokens)), fontsize=9)
@@ -140,15 +129,9 @@ def times_figure(
     ax.yaxis.set_minor_formatter("")
     ax.set_ylabel("ms, log scale")
     ax.set_xticks(places, list(map(str, tokens)), fontsize=9)
-    legend_below(figure, ax)
+    lines = ax.get_legend_handles_labels()
+    figure.legend(*lines, fontsize=9, loc="outside lower center", ncols=6, frameon=False)
     return figure, ax
-
-
-def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, fontsize=9, loc="outside lower center", ncols=columns, frameon=False
-    )
 
 
 def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure":
@@ -157,7 +140,7 @@ def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure
     title = f"The kernels of one call of {short_name(solution)}, {gpu}"
     figure, axes = new_figure(len(counts), title, 2.4, grid="x")
     for ax, tokens in zip(axes, counts, strict=True):
-        f = launches(rows, solution, tokens).reset_index(drop=True)
+        f = tables.launches(rows, solution, tokens).reset_index(drop=True)
         colours = [OUR_COLOURS[0] if "gemm" in part else OUR_COLOURS[1] for part in f.part]
         ax.barh(f.part, f.end - f.begin, left=f.begin, color=colours, height=0.7)
         for place, kernel in f.iterrows():
@@ -167,10 +150,17 @@ def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure
     return figure
 
 
-def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":
-    """Plot the reached rate over the tokens: TB/s of memory-bound workloads, TFLOP/s of others."""
+def layers_figure(rows: Rows) -> "Figure":
+    """Plot the rate that the GEMMs reach on the workloads' rows, over the tokens: TB/s of
+    memory-bound workloads, TFLOP/s of others."""
+    measurement, f = rows.measurements["gemm_layers"], tables.gemm_frame(rows, "gemm_layers")
+    f, rates, hardware = (
+        f[(f.tokens > 0) & ~f.beside],
+        measurement["rates"],
+        measurement["hardware"],
+    )
     reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
-    f = f.assign(computes=compute_bound(f, rates), tbytes=f.gbytes / 1e3)
+    f = f.assign(computes=tables.compute_bound(f, rates), tbytes=f.gbytes / 1e3)
     shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())
     title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and roofline"
     figure, axes = new_figure(len(shapes), title, 4)
