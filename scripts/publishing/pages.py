@@ -497,13 +497,6 @@ BLOCKS: Mapping[str, tuple[str, Callable[[Recorded], list[Part]]]] = {
 """By name: the measurement that a block needs, and the function that makes it."""
 
 
-def block(name: str, recorded: Recorded) -> list[Part]:
-    if name not in BLOCKS:
-        raise UsageError(f"no block {name}; there are {', '.join(BLOCKS)}")
-    needs, make = BLOCKS[name]
-    return [NOT_RECORDED] if needs and needs not in recorded.rows else make(recorded)
-
-
 # --- pages with blocks ----------------------------------------------------------------------------
 
 
@@ -537,6 +530,24 @@ def data_hash(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+def block(name: str, recorded: Recorded, folder: Path) -> tuple[str, dict[Path, Picture]]:
+    """Return a block for a page in this folder, and its pictures by their paths."""
+    if name not in BLOCKS:
+        raise UsageError(f"no block {name}; there are {', '.join(BLOCKS)}")
+    needs, make = BLOCKS[name]
+    parts = [NOT_RECORDED] if needs and needs not in recorded.rows else make(recorded)
+    pictures: dict[Path, Picture] = {}
+
+    def shown(part: Part) -> str:
+        if isinstance(part, Picture):
+            path = pictures_of(recorded) / part.name
+            pictures[path] = part
+            return f"![{part.title}]({Path(os.path.relpath(path, folder)).as_posix()})"
+        return paragraph(part) if isinstance(part, str) else table(part)
+
+    return "\n\n".join(filter(None, map(shown, parts))), pictures
+
+
 @dataclass
 class Remade:
     """A page with every block made anew.
@@ -555,27 +566,20 @@ def remake(page: Path, read_record: Callable[[str], Recorded]) -> Remade:
     recorded: Recorded | None = None
     remade = Remade("", [], {})
 
-    def shown(part: Part, of: Recorded) -> str:
-        if isinstance(part, Picture):
-            path = pictures_of(of) / part.name
-            remade.pictures[path] = (part, data_hash(of.directory))
-            return f"![{part.title}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
-        return paragraph(part) if isinstance(part, str) else table(part)
-
     def made(mark: re.Match[str]) -> str:
         nonlocal recorded
         if mark["record"]:
             recorded = read_record(mark["record"])
             return f"<!-- record: {relative(recorded)} -->"
+        where = f"{page.name}, block {mark['name']}"
         if recorded is None:
-            raise UsageError(f"{page.name}, block {mark['name']}: no <!-- record: --> before it")
-        here = recorded
-        parts = "\n\n".join(filter(None, (shown(p, here) for p in block(mark["name"], here))))
-        text = f"{mark['begin']}\n{parts}\n\n{mark['end']}"
+            raise UsageError(f"{where}: no <!-- record: DIRECTORY --> before it")
+        content, pictures = block(mark["name"], recorded, page.parent)
+        source = data_hash(recorded.directory) if pictures else ""
+        remade.pictures |= {path: (picture, source) for path, picture in pictures.items()}
+        text = f"{mark['begin']}\n{content}\n\n{mark['end']}"
         if text != mark[0]:
-            remade.problems.append(
-                f"{page.name}, block {mark['name']}: not what {relative(here)} says"
-            )
+            remade.problems.append(f"{where}: not what {relative(recorded)} says")
         return text
 
     remade.text = MARK.sub(made, page.read_text(encoding="utf-8"))

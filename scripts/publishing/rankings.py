@@ -327,26 +327,26 @@ def title(ranking: Ranking) -> str:
         count = f"{len(ranking.workloads)} workloads, {len(ranking.summary)} solutions"
         return f"{ranking.hardware}: {count}"
     tokens = ", ".join(str(length) for length, _ in ranking.workloads)
-    by = f"kernels for {ranking.emulated}, emulated" if ranking.emulated else "reference model"
+    by = _computed_by(ranking)
     return f"CPU ({ranking.hardware}), workloads of T={tokens}: outputs of the {by}"
 
 
 def verdict(ranked: Sequence[Ranking]) -> str:
     """Return one sentence: the solutions that passed, those that did not, and what was not run."""
+
+    def every(number: int, noun: str) -> str:
+        return f"all {number} {noun}s" if number > 1 else f"the one {noun}"
+
     clauses: list[str] = []
     skipped: dict[str, str] = {}
     for ranking in ranked:
         s, count = ranking.summary, len(ranking.workloads)
         partly = s[s.passed < count]
-        text = f"{len(s) - len(partly)} of {len(s)}" if len(partly) else f"all {len(s)}"
-        text += f" solutions passed on all {count} workloads"
+        some = f"{len(s) - len(partly)} of {len(s)} solutions"
+        text = f"{some if len(partly) else every(len(s), 'solution')} passed on "
+        text += every(count, "workload")
         if ranking.cpu:
-            by = (
-                f"kernels for {ranking.emulated}, emulated"
-                if ranking.emulated
-                else "reference model"
-            )
-            text += f" ({by})"
+            text += f" ({_computed_by(ranking)})"
         passed = zip(partly.solution.map(short_name), partly.passed, strict=True)
         clauses += [", ".join([text, *(f"{name} on {number}" for name, number in passed)])]
         skipped |= ranking.skipped
@@ -357,6 +357,10 @@ def verdict(ranked: Sequence[Ranking]) -> str:
         clauses.append(f"not run: {say_skipped(absent)}")
     sentence = "; ".join(clauses)
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _computed_by(ranking: Ranking) -> str:
+    return f"kernels for {ranking.emulated}, emulated" if ranking.emulated else "reference model"
 
 
 def headline(ranking: Ranking) -> list[str]:

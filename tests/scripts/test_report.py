@@ -10,13 +10,11 @@ from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common.project import RESULTS_DIR
-from scripts.data.rows import Rows
 from scripts.pack import sources
-from scripts.report import generated, report
-from scripts.report.plots import image, latency_figure
-from scripts.table import pivots
-from scripts.table import recorded as recorded_module
-from scripts.table.recorded import read
+from scripts.publishing import pages, rankings, tables
+from scripts.publishing.plots import image, latency_figure, layers_figure
+from scripts.publishing.rankings import read
+from scripts.publishing.rows import Rows
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -77,7 +75,7 @@ def some_run(path: Path, *rows: list[dict], **info: Any) -> Path:
 
 
 def page_of(path: Path) -> tuple[str, Page]:
-    text = report.write(path).read_text(encoding="utf-8")
+    text = pages.write(path).read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
     return text, page
@@ -97,7 +95,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert len(page.loads) == len(links) + len(pictures), "loads something"
     assert not re.search(r"@import|url\(", text)
     # Latency by each clock, the GEMMs on the workloads' rows, and of each sweep.
-    assert len(pictures) == 2 + 1 + len(report.SWEEPS)
+    assert len(pictures) == 2 + 1 + len(pages.SWEEPS)
     assert "color-scheme: light dark" in text and 'name="viewport"' in text
     hardware, (gpu, *_) = recorded.main.hardware, recorded.info["environment"]["gpus"]
     assert hardware in page.words and gpu["driver"] in page.words
@@ -108,22 +106,59 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert latency[1][latency[0].index("flat")] == f"{of_flat.harness:.4f}/{of_flat.device:.4f}"
 
 
-def test_the_first_screen_is_the_verdict_and_its_picture(tmp_path: Path) -> None:
-    """Long parts of the page are folded."""
+def test_the_page_begins_with_the_verdict_and_its_picture(tmp_path: Path) -> None:
+    """Then the short table. Long parts of the page are folded."""
     gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
     gemms = [gemm | {"subject": n, "peer": n == "p", "roofline": 1.0} for n in ("ours", "p")]
-    rates = {"copy_bytes_per_s": 1.0, "read_bytes_per_s": 1.0, "fp8_flops_per_s": 1.0}
-    text, _ = page_of(clocked_run(tmp_path, measurement("gemm_study", gemms, rates=rates)))
+    text, _ = page_of(clocked_run(tmp_path, measurement("gemm_study", gemms, rates=RATES)))
     (first, *others) = text.split("<section")[1:]
-    places = [first.index(mark) for mark in ("<h2>", "<table", "<img", "<h3>Speed-ups")]
-    assert places == sorted(places) and first.count("<table", 0, places[2]) == 1
-    between = re.sub("<[^>]*>", "", first[places[0] : places[1]])
-    assert len(between) < 400, "the verdict is not far down"
+    verdict = "<p>All 2 solutions passed on all 2 workloads.</p>"
+    picture = "<h3>Device time of all solutions and the roofline</h3>"
+    marks = ("<h2>", verdict, picture, "<img", "<table", "<h3>Latency of", "<h3>Speed-ups")
+    places = [first.index(mark) for mark in marks]
+    assert places == sorted(places) and first.count("<table", 0, places[-1]) == 1
     shown = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
     assert text.count("<details>") == 1 and shown.count("<table") == text.count("<table") - 1
     (folded,) = re.findall(r"<summary>(.*?)</summary>", text)
     assert folded.endswith(", in us")
     assert any("Grouped GEMM" in section for section in others)
+
+
+def test_without_a_gpu_the_page_begins_with_what_passed_and_the_recorded_times(
+    tmp_path: Path, monkeypatch
+) -> None:
+    environment = {"time": "2026-01-02T03:04"}
+    of_gpu = read(record(tmp_path / "gpu", [trace("x", 7, 1.0)], environment=environment))
+    monkeypatch.setattr(rankings, "recorded_runs", lambda definition: [of_gpu])
+    libs = {"device": "cpu", "timing": "wall clock"}
+    emulated = libs | {"emulated": "sm_90a"}
+    traces = [
+        *(trace(name, 7, 1.0, hardware="Some CPU", libs=libs) for name in "xy"),
+        trace("x", 80, None, status="INCORRECT_NUMERICAL", hardware="Some CPU", libs=libs),
+        trace("y", 80, 1.0, hardware="Some CPU", libs=libs),
+        trace("x", 7, 0.0, reference=0.0, hardware="Some CPU", libs=emulated),
+    ]
+    run = record(tmp_path / "cpu", traces, skipped={"z": "no GPU"})
+    text, _ = page_of(run)
+    (first, *others) = text.split("<section")[1:]
+    assert re.findall("<p>(.*?)</p>", first) == [
+        "1 of 2 solutions passed on all 2 workloads (reference model), x on 1; the one solution "
+        "passed on the one workload (kernels for sm_90a, emulated); nothing was timed; not run: "
+        "z: no GPU."
+    ]
+    assert first.count("<img") == 1 and "Recorded 2026-01-02; not measured in this run." in first
+    heads = [re.search("<h2>(.*?)</h2>", section)[1] for section in others]
+    by = "outputs of the"
+    assert heads == [
+        f"CPU (Some CPU), workloads of T=7, 80: {by} reference model",
+        f"CPU (Some CPU), workloads of T=7: {by} kernels for sm_90a, emulated",
+        "Recorded: GPU A: 1 workloads, 1 solutions",
+        "Environment",
+    ]
+    assert "INCORRECT_NUMERICAL" in others[0] and "Recorded 2026-01-02" in others[2]
+    assert text.count("<img") == 1, "no picture twice"
+    both = record(tmp_path / "both", [*traces, trace("x", 7, 1.0)])
+    assert "not measured in this run" not in page_of(both)[0], "it has a GPU's"
 
 
 def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
@@ -169,14 +204,14 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
 def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
     recorded = read(some_run(tmp_path, roofline()))
     ranking = recorded.main
-    (ax,) = latency_figure(ranking, recorded.roofline_ms(ranking)).axes
+    (ax,) = latency_figure(ranking).axes
     lines = {line.get_label(): line for line in ax.get_lines()}
     assert set(lines) == {"flat", "peer_a", "roofline"}, "peer_b has no time"
     assert list(lines["flat"].get_ydata()) == [1.0, 2.0]
-    assert list(lines["roofline"].get_ydata()) == list(recorded.roofline_ms(ranking).values())
+    assert list(lines["roofline"].get_ydata()) == list(ranking.limits.roofline)
     assert (lines["flat"].get_linestyle(), lines["peer_a"].get_linestyle()) == ("-", "--")
     gap = [trace("x", 7, 1.0), trace("x", 80, None, status="TIMEOUT"), trace("x", 901, 3.0)]
-    (ax,) = latency_figure(read(record(tmp_path / "gap", gap)).main, {}).axes
+    (ax,) = latency_figure(read(record(tmp_path / "gap", gap)).main).axes
     assert list(ax.get_lines()[0].get_ydata()) == [1.0, 3.0], "one line"
 
 
@@ -195,8 +230,8 @@ def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
         for tokens, (pairs, us) in workloads.items()
     ]
     made = in_memory("gemm_layers", rows, rates=RATES)
-    reads, computes = report.gemm_figure(made).axes
-    f = pivots.gemm_frame(made, "gemm_layers").set_index(["subject", "tokens"])
+    reads, computes = layers_figure(made).axes
+    f = tables.gemm_frame(made, "gemm_layers").set_index(["subject", "tokens"])
     lines = {line.get_label(): line for line in reads.get_lines()}
     assert [label for label in lines if not label.startswith("_")] == ["flat", "roofline", "p"]
     assert list(lines["flat"].get_ydata()) == [f.gbytes["flat", 7] / 1e3]
@@ -240,8 +275,8 @@ def test_the_table_of_gemms_has(name: str) -> None:
         for subject, peer, us in subjects
     ]
     rows.append(rows[0] | {"rows": 1.0, "pairs": 8, "value": 9.0})
-    f = pivots.gemm_frame(in_memory("gemm_study", rows), "gemm_study")
-    found = pivots.gemm_table(f).frame.to_dict("records")[int("rows" in more)]
+    f = tables.gemm_frame(in_memory("gemm_study", rows), "gemm_study")
+    found = tables.gemm_table(f).frame.to_dict("records")[int("rows" in more)]
     assert found.items() >= expected.items()
     assert [column for column in found if column in expected] == list(expected)
     assert not any(", next" in column for column in found), "they only say what is best known"
@@ -269,13 +304,13 @@ def test_the_environment_is_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(report, "NEEDED", ("jinja2", "no_such_package"))
+    monkeypatch.setattr(pages, "NEEDED", ("jinja2", "no_such_package"))
     done = call("report", some_run(tmp_path))
     assert done.returncode == 2 and "without no_such_package: " in done.stderr
 
 
 def test_the_run_is_the_given_one_or_the_latest(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(recorded_module, "TRACES_DIR", tmp_path)
+    monkeypatch.setattr(rankings, "TRACES_DIR", tmp_path)
     assert "no run in" in call("report").stderr
     runs = [some_run(tmp_path / name) for name in ("1", "2")]
     for run, arguments in ((runs[1], []), (runs[0], [runs[0] / "traces.jsonl"])):
@@ -306,8 +341,8 @@ def clocked_run(path: Path, *rows: list[dict]) -> Path:
 def test_device_times_have_their_figure_and_columns(tmp_path: Path) -> None:
     text, page = page_of(clocked_run(tmp_path, roofline()))
     assert text.count("<img") == 2, "latencies by each clock"
-    assert "Latency, over the workloads" in page.words
-    assert "Device time, over the workloads" in page.words
+    assert "Latency of all solutions and the roofline" in page.words
+    assert "Device time of all solutions and the roofline" in page.words
     (latency,) = [t for t in page.tables if "best peer / our best" in t[0]]
     assert latency[0][2:4] == ["reference", "roofline"]
     shares = [("8 %/154 %", "2.00x/0.50x"), ("31 %/31 %", "0.50x/2.00x")]
@@ -350,7 +385,4 @@ def test_names_are_no_formulas(tmp_path: Path) -> None:
     assert "\x1b" not in text
     for name in names:
         assert name.replace("\x1b", "\\x1b") in page.words
-    ((_, picture),) = generated.pictures(
-        "<!-- generated: latency_plot -->\n<!-- /generated -->", read(run)
-    )
-    assert image(picture.figure(), "png")
+    assert image(latency_figure(read(run).main), "png")
