@@ -364,7 +364,7 @@ def _computed_by(ranking: Ranking) -> str:
 
 
 def headline(ranking: Ranking) -> list[str]:
-    """Return the title, the verdict, and the remarks that a reader needs."""
+    """Return the verdict, and the remarks that a reader needs."""
     lines = {
         f"Timing: {ranking.timing}.": ranking.timing and not ranking.cpu,
         f"Tolerance: {ranking.tolerance}.": ranking.tolerance,
@@ -373,7 +373,7 @@ def headline(ranking: Ranking) -> list[str]:
         f"{ranking.superseded} older results of the same pairs are left out.": ranking.superseded,
     }
     shown = [line for line, holds in lines.items() if holds]
-    return [title(ranking), verdict([ranking]), *shown, *ranking.remarks]
+    return [verdict([ranking]), *shown, *ranking.remarks]
 
 
 def notes(ranking: Ranking) -> str:

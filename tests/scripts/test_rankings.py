@@ -511,14 +511,14 @@ def on_cpu() -> rankings.Ranking:
 
 
 def test_outputs_are_judged_and_no_time_is_given() -> None:
-    text = pages.print_ranking(on_cpu())
-    first, second, third, *_ = text.splitlines()
+    text = pages.print_rankings([on_cpu()])
+    first, _, second, *_ = text.splitlines()
     assert first.startswith("CPU (Some CPU), workloads of T=1, 7")
     said = (
         "5 of 6 solutions passed on all 2 workloads (reference model), v1 on 1; nothing was timed"
     )
     assert second.startswith(f"{said}; not run: flashinfer_")
-    assert third.startswith("Tolerance: rtol 0.2, atol 0.1")
+    assert " Tolerance: rtol 0.2, atol 0.1" in second
     passed = {row[0]: row[1] for row in cells(text, "Accuracy")}
     assert passed["cutedsl_moe_fp8_v2"] == "2/2" and passed["cutedsl_moe_fp8_v1"] == "1/2"
     failed = ["cutedsl_moe_fp8_v1", "1", "e05c6c03", "INCORRECT_NUMERICAL"]
@@ -531,9 +531,10 @@ def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     now = dict(recorded.info["solutions"])
     monkeypatch.setattr(sources, "current", lambda: now)
     text = pages.without_gpu([on_cpu()], every)
-    assert text.count("\nRecorded on ") == len(every)
-    own = text.split(f"Recorded on {recorded.main.hardware}, {RECORD.name}, 19 workloads; ")[1]
-    own = own.split("\nRecorded on ")[0]
+    assert text.count("\nRecorded: ") == len(every)
+    own = text.split(f"\nRecorded: {recorded.main.hardware}: 19 workloads, ")[1]
+    own = own.split("\n\n\n")[0]
+    assert f"Recorded {RECORD.name}; not measured in this run." in own
     assert "harness ms: flashinfer-bench" in own and "The sources have not changed since." in own
     first = recorded.main.summary.iloc[0]
     (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
@@ -541,14 +542,14 @@ def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
     assert row[4] == f"{first.harness_mean_ms:.3f}"
     now["cutedsl_moe_fp8_v3"] = "x"
-    assert "Since this run the source of v3 has changed." in pages.recorded_ranking(recorded)
+    assert "Since this run the source of v3 has changed." in pages.without_gpu([], [recorded])
 
 
 def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
-    text = pages.recorded_ranking(read(record(tmp_path, [clocked("x", 7, 1.0, 0.5)])))
+    text = pages.without_gpu([], [read(record(tmp_path, [clocked("x", 7, 1.0, 0.5)]))])
     assert "on the GPU alone (replay of a CUDA graph)" in text
     assert "0.500" in text and "not recorded" not in text
-    text = pages.recorded_ranking(read(record(tmp_path, [trace("x", 7, 1.0)])))
+    text = pages.without_gpu([], [read(record(tmp_path, [trace("x", 7, 1.0)]))])
     assert "The time on the GPU alone is not recorded." in text and "0.500" not in text
 
 
