@@ -7,7 +7,7 @@ host included, and that of `measure times` on the GPU alone.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -355,73 +355,63 @@ def called(rows: Rows, name: str) -> pd.DataFrame:
 
 def peers_of(f: pd.DataFrame) -> "pd.Series[bool]":
     """Return, by subject, true if it is a peer."""
-    return (
-        f.dropna(subset=["peer"]).drop_duplicates("subject").set_index("subject").peer.astype(bool)
-    )
+    return f.dropna(subset=["peer"]).groupby("subject", sort=False).peer.first().astype(bool)
+
+
+def ours_of(values: pd.DataFrame, peers: "pd.Series[bool]", peer: bool = False) -> Any:
+    """Return the least time of each case: of ours, or of the peers."""
+    values = compared(values)
+    return values.loc[:, peers.reindex(values.columns).eq(peer)].min(axis=1)
 
 
 def versus(values: pd.DataFrame, peers: "pd.Series[bool]") -> "pd.Series[float]":
     """Return the best peer's time over our best, for each case."""
-    values = compared(values)
-    peer = peers.reindex(values.columns)
-    return values.loc[:, peer.eq(True)].min(axis=1) / values.loc[:, peer.eq(False)].min(axis=1)
+    return ours_of(values, peers, peer=True) / ours_of(values, peers)
 
 
 def fastest_first(values: pd.DataFrame) -> list[str]:
     """Return the subjects with the most cases first, and among equals by their geometric means."""
-    logs = np.log(values)
-    order = pd.DataFrame(
-        {"missing": values.isna().sum(), "mean": logs.mean(), "name": values.columns}
-    )
+    order = pd.DataFrame({"missing": values.isna().sum(), "mean": np.log(values).mean()})
+    order["name"] = order.index
     return list(order.sort_values(["missing", "mean", "name"]).index)
 
 
-def named_cases(values: pd.DataFrame, case: Case) -> dict[str, Any]:
+def named_cases(values: pd.DataFrame, case: Case) -> pd.DataFrame:
     """Return the first columns of a table, which name the cases."""
     index = values.index.to_frame().set_axis(list(case), axis=1).reset_index(drop=True)
-    return {
-        name: index[name].map(
-            lambda value: f"{value:g}" if isinstance(value, float) else str(value)
-        )
-        for name in index
-    }
+    return index.map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
 
 
-def sweep_table(rows: Rows, name: str) -> Table:
-    """Return whole calls over the number of tokens, of one layer or several: the times by each
-    clock, the roofline, its share of the best time, and the best peer's time over ours."""
-    f = called(rows, name)
-    case = MODELS if f.definition.nunique() > 1 else SWEEP
-    values = [wide(f, case, clock) for clock in CLOCKS]
+def calls_table(f: pd.DataFrame, case: Case, clocks: Sequence[str], form: str) -> Table:
+    """Return cases down: the roofline, the time of each call by each clock, the roofline's share of
+    the best time, and the best peer's time over ours."""
+    values = [wide(f, case, clock) for clock in clocks]
     subjects = fastest_first(values[-1])
     subjects += [name for ms in values for name in ms if name not in subjects]
+    cases = named_cases(values[-1], case)
     values = [ms.reindex(columns=subjects).reset_index(drop=True) for ms in values]
     roofline = roofline_of(f, case).reset_index(drop=True)
-    lines = {**named_cases(wide(f, case), case), "roofline": numbers(roofline, ".3f")}
-    frame = pd.concat([pd.DataFrame(lines), joined(marked(ms, ".4f") for ms in values)], axis=1)
-    frame.columns = [short_name(name) for name in frame]
+    cases["roofline"] = numbers(roofline, form)
+    times = joined(marked(ms, ".1f" if form == ".1f" else ".4f") for ms in values)
+    frame = pd.concat([cases, times.rename(columns=short_name)], axis=1)
     shares = [(roofline / compared(ms).min(axis=1)).map(percent) for ms in values]
     ratios = [versus(ms, peers_of(f)).map(ratio) for ms in values]
     frame["roofline / best"], frame["best peer / our best"] = joined(shares), joined(ratios)
+    return Table(frame, left=int("layer" in case))
+
+
+def sweep_table(rows: Rows, name: str) -> Table:
+    """Return whole calls over the number of tokens, of one layer or several, in ms."""
+    f = called(rows, name)
+    case = MODELS if f.definition.nunique() > 1 else SWEEP
     title = "Harness/device time in ms, * the fastest"
-    return Table(frame, left=int("layer" in case), title=title)
+    return replace(calls_table(f, case, CLOCKS, ".3f"), title=title)
 
 
 def batched_table(rows: Rows) -> Table:
-    """Return the experts on tokens that lie by expert: device us, the roofline, its share of our
-    time, the best peer's time over our best."""
-    f = rows.frame("batched")
-    values, peer = wide(f, BATCHED), peers_of(f)
-    roofline = roofline_of(f, BATCHED).reindex(values.index)
-    frame = pd.concat(
-        [pd.DataFrame(named_cases(values, BATCHED)), marked(values, ".1f").reset_index(drop=True)],
-        axis=1,
-    )
-    ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
-    frame["roofline"] = numbers(roofline, ".1f").to_numpy()
-    frame["roofline / ours"] = (roofline / ours).map(percent).to_numpy()
-    frame["best peer / our best"] = versus(values, peer).map(ratio).to_numpy()
-    return Table(frame, left=0, title="Device us, * the fastest")
+    """Return the experts on tokens that lie by expert, in us."""
+    table = calls_table(rows.frame("batched"), BATCHED, CLOCKS[1:], ".1f")
+    return replace(table, title="Device us, * the fastest")
 
 
 def failed_table(f: pd.DataFrame) -> Table:
@@ -440,15 +430,15 @@ def failed_table(f: pd.DataFrame) -> Table:
 def models_summary(rows: Rows, name: str) -> Table:
     """Summarise sweeps of several layers: layers down, tokens across."""
     f, rates = called(rows, name), rows.measurements[name]["rates"]
-    values, peer = compared(1e3 * wide(f, MODELS)), peers_of(f)
-    ours = values.loc[:, peer.reindex(values.columns).eq(False)].min(axis=1)
+    values, peers = 1e3 * wide(f, MODELS), peers_of(f)
+    ours = ours_of(values, peers)
     cases = f.drop_duplicates(list(MODELS.values())).to_dict("records")
     steps = [stepwise_ms(case, rates, find_layer(case["definition"])) for case in cases]
     roofline = roofline_of(f, MODELS)
     stepwise = pd.Series(steps, values.index).clip(lower=roofline)
     shares = [(1e3 * part / ours).map(lambda part: percent(part).replace(" ", ""))
               for part in (roofline, stepwise)]  # fmt: skip
-    text = shares[0] + ", " + shares[1] + ", " + versus(values, peer).map(ratio)
+    text = shares[0] + ", " + shares[1] + ", " + versus(values, peers).map(ratio)
     cells = numbers(ours, ".1f") + " (" + text + ")"
     cells.index = cells.index.droplevel("active")
     frame = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
@@ -462,17 +452,6 @@ def models_summary(rows: Rows, name: str) -> Table:
 
 KERNELS = "kernels"
 """The measurement of a call kernel by kernel."""
-KERNEL_COLUMNS = {
-    "us": ("value", 1, ".2f"),
-    "gap": ("gap", 1, "+.2f"),
-    "MB": ("bytes", 1e6, ".2f"),
-    "GFLOP": ("flops", 1e9, ".2f"),
-    "GB/s": ("gbytes", 1, ".0f"),
-    "TFLOP/s": ("tflops", 1, ".0f"),
-    "roofline us": ("roofline", 1, ".2f"),
-    "% of roofline": ("percent", 1, ".0f"),
-}
-"""A column of a kernel's row, its divisor, and its format."""
 
 
 def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
@@ -481,15 +460,20 @@ def kernels_table(rows: Rows, solution: str, uuid: str) -> Table:
     f = rows.frame(KERNELS)
     f = f[(f.subject == solution) & (f.uuid == uuid) & f.value.notna()]
     f = f.reindex(columns=list(dict.fromkeys([*f, "gap", "bytes", "flops"])))
-    f = f.assign(part=f.part.fillna("without the profiler"), flops=f.flops.where(f.flops > 0))
-    f = f.assign(
-        gbytes=f.bytes / f.value / 1e3,
-        tflops=f.flops / f.value / 1e6,
-        percent=100 * f.roofline / f.value,
-    )
-    frame = pd.DataFrame({"kernel": f.part})
-    for name, (column, by, form) in KERNEL_COLUMNS.items():
-        frame[name] = numbers(f[column].astype(float) / by, form)
+    us, size, flops = (f[name].astype(float) for name in ("value", "bytes", "flops"))
+    flops = flops.where(flops > 0)
+    columns = {
+        "us": (us, ".2f"),
+        "gap": (f.gap.astype(float), "+.2f"),
+        "MB": (size / 1e6, ".2f"),
+        "GFLOP": (flops / 1e9, ".2f"),
+        "GB/s": (size / us / 1e3, ".0f"),
+        "TFLOP/s": (flops / us / 1e6, ".0f"),
+        "roofline us": (f.roofline.astype(float), ".2f"),
+        "% of roofline": (100 * f.roofline.astype(float) / us, ".0f"),
+    }
+    frame = pd.DataFrame({name: numbers(*column) for name, column in columns.items()})
+    frame.insert(0, "kernel", f.part.fillna("without the profiler"))
     spread = f.p10.map("{:.2f}-".format) + f.p90.map("{:.2f}".format)
     frame["p10-p90"] = spread.where(f.p10.notna(), "-")
     return Table(frame)
@@ -522,17 +506,15 @@ def pairs_table(rows: Rows, name: str) -> Table:
     """Return a line for each workload and solution: accuracy, times in ms, or the error."""
     f = rows.frame(name)
     by = ["tokens", "uuid", "subject"]
-    by_pair = f.groupby(by, sort=False)[["cosine", "calc_diff", "error"]].first()
+    shown = f.groupby(by, sort=False)[["cosine", "calc_diff"]].first()
     for clock in CLOCKS:
-        by_pair[f"{clock} ms"] = f[f.clock == clock].set_index(by).value.astype(float)
-    shown = by_pair.reset_index()
-    shown["uuid"] = shown.uuid.astype(str).str[:8]
-    shown["error"] = shown.error.astype(object).fillna("").astype(str).str[:60]
+        shown[f"{clock} ms"] = f[f.clock == clock].set_index(by).value
     forms = {"cosine": ".6f", "calc_diff": ".1e"} | {f"{clock} ms": ".4f" for clock in CLOCKS}
     for column, form in forms.items():
         shown[column] = numbers(pd.to_numeric(shown[column], errors="coerce"), form)
-    shown = shown[[*by, *forms, "error"]].astype(str)
-    return Table(shown.rename(columns={"tokens": "T", "subject": "solution"}), left=3)
+    shown["error"] = f.groupby(by, sort=False).error.first().astype(object).fillna("").str[:60]
+    shown = shown.rename_axis(["T", "uuid", "solution"]).reset_index().astype(str)
+    return Table(shown.assign(uuid=shown.uuid.str[:8]), left=3)
 
 
 def roofline_table(rows: Rows, layer: MoeDefinition) -> Table:
@@ -600,18 +582,16 @@ def gemm_table(f: pd.DataFrame) -> Table:
     values = wide(f[~f.beside], GEMM, None)
 
     def by_case(rows: pd.DataFrame) -> pd.DataFrame:
-        return rows.set_index(list(GEMM.values())).reindex(values.index)
+        return rows.set_index(list(GEMM.values())).reindex(values.index).reset_index()
 
     ours = by_case(f[f.subject == first])
-    frame = pd.concat(
-        [pd.DataFrame(named_cases(values, GEMM)), marked(values, ".1f").reset_index(drop=True)],
-        axis=1,
-    )
+    times = marked(values, ".1f").reset_index(drop=True)
+    frame = pd.concat([named_cases(values, GEMM), times], axis=1)
     if f.beside.any():
-        frame[f"{first}, best known"] = numbers(by_case(best_known(f)).us, ".1f").to_numpy()
-    frame["best peer / ours"] = ours.vs_best_peer.map(ratio).to_numpy()
-    frame["TFLOP/s"] = numbers(ours.tflops, ".0f").to_numpy()
-    frame["TB/s"] = numbers(ours.gbytes / 1e3, ".2f").to_numpy()
+        frame[f"{first}, best known"] = numbers(by_case(best_known(f)).us, ".1f")
+    frame["best peer / ours"] = ours.vs_best_peer.map(ratio)
+    frame["TFLOP/s"] = numbers(ours.tflops, ".0f")
+    frame["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
     return Table(frame if f.tokens.any() else frame.drop(columns="T"), left=0)
 
 
@@ -622,14 +602,10 @@ def ratios_table(f: pd.DataFrame) -> Table:
     shape = ours.n.astype(str) + "x" + ours.k.astype(str)
     each = shape.where(ours.tokens > 0, ours["rows"].map("{:g} rows".format))
     both = pd.concat([ours.assign(of="all"), ours.assign(of=each)])
-    grouped = both.groupby(["subject", "of"], sort=False).vs_best_peer
-    frame = grouped.agg(problems="count", median="median", min="min")
-    frame["below 1.0"] = (
-        both[both.vs_best_peer < 1]
-        .groupby(["subject", "of"])
-        .size()
-        .reindex(frame.index, fill_value=0)
-    )
+    both["below"] = both.vs_best_peer < 1
+    grouped = both.groupby(["subject", "of"], sort=False)
+    frame = grouped.vs_best_peer.agg(problems="count", median="median", min="min")
+    frame["below 1.0"] = grouped.below.sum()
     frame[["median", "min"]] = frame[["median", "min"]].map(lambda value: number(value, ".3f", "x"))
     return Table(frame.reset_index().astype(str), left=2, title="Ratio to the best peer")
 
