@@ -428,6 +428,13 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
         ["ours", "1.050", f"{of_reading / 0.1:.2f}", f"{of_flops / 2:.0f}", "50 %"],
         ["roofline", "0.525", f"{of_reading / 0.05:.2f}", f"{of_flops:.0f}", "100 %"],
     ]
+    times = tables.latency_table(recorded.main).frame
+    assert times[
+        ["reference", "roofline", "roofline / best", "best peer / our best"]
+    ].values.tolist() == [
+        ["10.0000", "0.050", "10 %/50 %", "0.50x/2.00x"],
+        ["10.0000", "1.000", "50 %/62 %", "0.50x/0.80x"],
+    ]
     bounds = tables.roofline_table(recorded.rows, find_layer(recorded.definition)).frame
     assert bounds.to_numpy().tolist() == [
         ["7", "2", "1", "7", "1", "0.0500", "0.0092", "memory"],

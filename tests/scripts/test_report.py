@@ -107,22 +107,38 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert latency[1][latency[0].index("flat")] == f"{of_flat.harness:.4f}/{of_flat.device:.4f}"
 
 
-def test_the_page_begins_with_the_verdict_and_its_picture(tmp_path: Path) -> None:
-    """Then the short table. Long parts of the page are folded."""
+def clocked_run(path: Path, *rows: list[dict]) -> Path:
+    flat = "cutedsl_moe_fp8_flat"
+    traces = [clocked(flat, 7, 1.0, 0.1), clocked(flat, 80, 2.0, 1.0)]
+    traces += [clocked("peer_a", 7, 2.0, 0.05), clocked("peer_a", 80, 1.0, 2.0)]
+    return record(path, traces, *rows)
+
+
+def test_the_page_begins_with_the_verdict_and_its_picture(tmp_path: Path, monkeypatch) -> None:
+    """Then the short table. Long parts of the page are folded, and remarks say what is not known
+    of the sources."""
+    monkeypatch.setattr(sources, "current", lambda *_: {"cutedsl_moe_fp8_flat": "2"})
     gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
     gemms = [gemm | {"subject": n, "peer": n == "p", "roofline": 1.0} for n in ("ours", "p")]
-    text, _ = page_of(clocked_run(tmp_path, measurement("gemm_study", gemms, rates=RATES)))
+    gemms[0] |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}
+    run = clocked_run(tmp_path, measurement("gemm_study", gemms, rates=RATES))
+    text, page = page_of(run)
     (first, *others) = text.split("<section")[1:]
     verdict = "<p>All 2 solutions passed on all 2 workloads.</p>"
     picture = "<h3>Device time of all solutions and the roofline</h3>"
     marks = ("<h2>", verdict, picture, "<img", "<table", "<h3>Latency of", "<h3>Speed-ups")
     places = [first.index(mark) for mark in marks]
     assert places == sorted(places) and first.count("<table", 0, places[-1]) == 1
+    assert text.count("<img") == 2, "a picture by each clock"
     shown = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
     assert text.count("<details>") == 1 and shown.count("<table") == text.count("<table") - 1
     (folded,) = re.findall(r"<summary>(.*?)</summary>", text)
     assert folded.endswith(", in us")
     assert any("Grouped GEMM" in section for section in others)
+    assert "It is not known which sources of flat were measured." in page.words
+    assert "Since this measurement the source of flat has changed" in page.words
+    _, without = page_of(some_run(tmp_path / "without"))
+    assert "device" not in without.words.lower()
 
 
 def test_without_a_gpu_the_page_begins_with_what_passed_and_the_recorded_times(
@@ -162,24 +178,14 @@ def test_without_a_gpu_the_page_begins_with_what_passed_and_the_recorded_times(
     assert "not measured in this run" not in page_of(both)[0], "it has a GPU's"
 
 
-def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
-    skipped = {"flashinfer_moe": "unsupported on sm_90 (needs sm_100/103)"}
-    text, page = page_of(some_run(tmp_path, roofline(), skipped=skipped))
-    ranking = page.tables[0]
-    assert ranking[0][-1] == "vs best peer" and ranking[1][1] == "flat"
-    assert "wins: workloads on which the solution is the fastest." in page.words
-    assert "flashinfer_moe: unsupported on sm_90 (needs sm_100/103)" in page.words
-    latency = next(t for t in page.tables if "best peer / our best" in t[0])
-    assert [row[-1] for row in latency[1:]] == ["2.00x", "0.50x"]
-    failed = next(t for t in page.tables if "reason" in t[0])
-    assert failed[1] == ["peer_b", "7", "aaaa0000", "RUNTIME_ERROR", EVIL]
-    assert EVIL not in text and "&lt;script&gt;alert(1)" in text
-
-
 def test_what_traces_say_is_escaped(tmp_path: Path) -> None:
     libs = {"timing": EVIL, "tolerance": EVIL}
     text, _ = page_of(record(tmp_path, [trace("x", 7, 1.0, hardware=EVIL, libs=libs)]))
     assert EVIL not in text and text.count("&lt;script&gt;alert(1)") > 3
+    text, page = page_of(some_run(tmp_path, skipped={"flashinfer_moe": EVIL}))
+    assert f"not run: flashinfer_moe: {EVIL}" in page.words and EVIL not in text
+    failed = next(t for t in page.tables if "reason" in t[0])
+    assert failed[1] == ["peer_b", "7", "aaaa0000", "RUNTIME_ERROR", EVIL]
 
 
 def test_without_rates_of_this_gpu_no_roofline_is_drawn_and_the_page_says_so(
@@ -326,55 +332,6 @@ def test_the_page_goes_where_it_is_told_and_compares_the_peers_that_are_named(
     run, out = some_run(tmp_path / "run"), tmp_path / "out" / "page.html"
     assert str(out) in call("report", run, "--out", out, "--peers", "peer_b").stdout
     assert "vs best peer" not in Page(out.read_text()).words, "the only peer did not pass"
-
-
-# --- two clocks, sources, and the roofline --------------------------------------------------------
-
-
-def clocked_run(path: Path, *rows: list[dict]) -> Path:
-    flat = "cutedsl_moe_fp8_flat"
-    traces = [clocked(flat, 7, 1.0, 0.1), clocked(flat, 80, 2.0, 1.0)]
-    traces += [clocked("peer_a", 7, 2.0, 0.05), clocked("peer_a", 80, 1.0, 2.0)]
-    return record(path, traces, *rows)
-
-
-def test_device_times_have_their_figure_and_columns(tmp_path: Path) -> None:
-    text, page = page_of(clocked_run(tmp_path, roofline()))
-    assert text.count("<img") == 2, "latencies by each clock"
-    assert "Latency of all solutions and the roofline" in page.words
-    assert "Device time of all solutions and the roofline" in page.words
-    (latency,) = [t for t in page.tables if "best peer / our best" in t[0]]
-    assert latency[0][2:4] == ["reference", "roofline"]
-    shares = [("8 %/154 %", "2.00x/0.50x"), ("31 %/31 %", "0.50x/2.00x")]
-    assert latency[0][-2] == "roofline / best" and [tuple(r[-2:]) for r in latency[1:]] == shares
-    flat = latency[0].index("flat")
-    assert [row[flat] for row in latency[1:]] == ["1.0000*/0.1000", "2.0000/1.0000*"]
-    short = dict(zip(*page.tables[0][:2], strict=True))
-    assert (short["solution"], short["device ms"]) == ("flat", "0.550")
-    assert short["of the limit"] == "54 %"  # 77 % of 0.1 ms and 31 % of 1.0 ms
-    _, without = page_of(some_run(tmp_path / "without"))
-    assert "device" not in without.words.lower()
-
-
-def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -> None:
-    of_run = {"cutedsl_moe_fp8_flat": "1", "peer_a": "1", "peer_b": "1"}
-    now = {"cutedsl_moe_fp8_flat": "2", "peer_a": "1"}
-    monkeypatch.setattr(sources, "current", lambda *_: now)
-    gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
-    gemm |= {"subject": "flat", "peer": False, "roofline": 1.0}
-    gemm |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}
-    rates = {"copy_bytes_per_s": 1.0, "read_bytes_per_s": 1.0, "fp8_flops_per_s": 1.0}
-    rows = measurement("gemm_study", [gemm, gemm | {"subject": "p", "peer": True}], rates=rates)
-    run = some_run(tmp_path, rows, solutions=of_run)
-    _, page = page_of(run)
-    assert "Since this run the source of flat has changed" in page.words
-    assert "Since this measurement the source of flat has changed" in page.words
-    now["cutedsl_moe_fp8_flat"] = "1"
-    _, page = page_of(run)
-    assert "changed." not in page.words and "not known" not in page.words
-
-
-# --- names and files that are not as they should be -----------------------------------------------
 
 
 def test_names_are_no_formulas(tmp_path: Path) -> None:
