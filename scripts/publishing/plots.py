@@ -81,42 +81,34 @@ def latency_figure(ranking: Ranking, clock: Clock = "harness") -> "Figure":
     """Plot every solution's latency over the workloads by T, evenly spaced, and the roofline."""
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
-    roofline = ranking.limits.roofline.reindex(uuids)
     title = f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}"
     peers = ranking.summary.set_index("solution").peer
-    figure, ax = times_figure(ms, roofline, peers, list(range(len(uuids))), tokens, title)
-    ax.set_xlim(-0.4, len(uuids) - 0.6)
-    ax.set_xlabel("tokens of the workload")
-    return figure
+    return times_figure(ms, ranking.limits.roofline.reindex(uuids), peers, tokens, title)
 
 
 def sweep_figure(rows: Rows, name: str) -> "Figure":
     """Plot device times over the number of tokens, on a log scale."""
     f = tables.called(rows, name)
     ms, roofline = tables.wide(f, SWEEP), tables.roofline_of(f, SWEEP)
-    tokens = list(f.tokens.unique())
-    hardware = rows.measurements[name]["hardware"]
-    title = f"{CLOCK_TITLES['device']} of the layer, {hardware}"
+    title = f"{CLOCK_TITLES['device']} of the layer, {rows.measurements[name]['hardware']}"
     peers = tables.peers_of(f).reindex(tables.fastest_first(ms))
-    figure, ax = times_figure(ms, roofline, peers, tokens, tokens, title)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(tokens, list(map(str, tokens)), fontsize=9)
-    ax.set_xlabel("tokens, log scale")
-    return figure
+    return times_figure(ms, roofline, peers, list(f.tokens.unique()), title, log=True)
 
 
 def times_figure(
     ms: pd.DataFrame,
     roofline: "pd.Series[float]",
     peers: "pd.Series[bool]",
-    places: Sequence[float],
     tokens: Sequence[int],
     title: str,
-) -> "tuple[Figure, Any]":
-    """Plot a line of times for each subject, in the order of `peers`, and the roofline."""
+    log: bool = False,
+) -> "Figure":
+    """Plot a line of times for each subject, in the order of `peers`, and the roofline, over the
+    tokens on a log scale, or evenly spaced."""
     from matplotlib.ticker import LogLocator
 
     figure, (ax,) = new_figure(1, title, 5.2)
+    places = tokens if log else range(len(tokens))
     ms, roofline = ms.set_axis(places), roofline.set_axis(places).dropna()
     for subject, style in styles(peers).items():
         if (known := ms[subject].dropna()).any():
@@ -128,10 +120,15 @@ def times_figure(
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("")
     ax.set_ylabel("ms, log scale")
+    if log:
+        ax.set_xscale("log", base=2)
+    else:
+        ax.set_xlim(-0.4, len(tokens) - 0.6)
     ax.set_xticks(places, list(map(str, tokens)), fontsize=9)
+    ax.set_xlabel("tokens, log scale" if log else "tokens of the workload")
     lines = ax.get_legend_handles_labels()
     figure.legend(*lines, fontsize=9, loc="outside lower center", ncols=6, frameon=False)
-    return figure, ax
+    return figure
 
 
 def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure":
@@ -153,16 +150,12 @@ def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure
 def layers_figure(rows: Rows) -> "Figure":
     """Plot the rate that the GEMMs reach on the workloads' rows, over the tokens: TB/s of
     memory-bound workloads, TFLOP/s of others."""
-    measurement, f = rows.measurements["gemm_layers"], tables.gemm_frame(rows, "gemm_layers")
-    f, rates, hardware = (
-        f[(f.tokens > 0) & ~f.beside],
-        measurement["rates"],
-        measurement["hardware"],
-    )
+    head, f = rows.measurements["gemm_layers"], tables.gemm_frame(rows, "gemm_layers")
+    f, rates = f[(f.tokens > 0) & ~f.beside], head["rates"]
     reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
     f = f.assign(computes=tables.compute_bound(f, rates), tbytes=f.gbytes / 1e3)
     shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())
-    title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and roofline"
+    title = f"Grouped FP8 GEMM on the workloads' rows, {head['hardware']}: reached and roofline"
     figure, axes = new_figure(len(shapes), title, 4)
     for ax, ((n, k), panel) in zip(axes, shapes, strict=True):
         tokens = sorted(panel.tokens.unique())

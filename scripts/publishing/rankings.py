@@ -7,7 +7,7 @@ record has it. Ratios between solutions are formed of latencies of one run.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,11 @@ class Ranking:
     emulated: str
     results: pd.DataFrame
     summary: pd.DataFrame
-    by: Clock = "harness"
-    against: str | None = None
-    superseded: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    by: Clock
+    against: str | None
+    superseded: int
+    skipped: dict[str, str]
+    remarks: list[str]
 
     @property
     def workloads(self) -> list[tuple[int, str]]:
@@ -246,7 +246,7 @@ def rankings(
         f = f.assign(peer=f.solution.map(lambda name: matches(name, peers)).astype(bool))
     ranked = []
     same = ["hardware", "timing", "cpu", "tolerance", "emulated"]
-    for (hardware, timing, cpu, tolerance, emulated), group in f.groupby(same):
+    for key, group in f.groupby(same):
         latest, superseded, remarks = _latest(group)
         here = compared(latest, against)
         summary = summary_of(here)
@@ -254,20 +254,18 @@ def rankings(
         skipped: dict[str, str] = {}
         for reasons in group.sort_values("source").drop_duplicates("source").skipped:
             skipped |= sorted(reasons.items())
+        skipped = {n: why for n, why in skipped.items() if n not in set(here.solution)}
+        remarks += [*_several_runs(here), *_different_software(here)]
         ranked.append(
             Ranking(
-                hardware=hardware,
-                timing=timing,
-                cpu=bool(cpu),
-                tolerance=tolerance,
-                emulated=emulated,
+                **dict(zip(same, key, strict=True)),
                 results=here,
                 summary=_in_order(summary, order),
                 by=order,
                 against=against,
                 superseded=superseded,
-                skipped={n: why for n, why in skipped.items() if n not in set(here.solution)},
-                remarks=[*remarks, *_several_runs(here), *_different_software(here)],
+                skipped=skipped,
+                remarks=remarks,
             )
         )
     return ranked

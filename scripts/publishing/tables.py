@@ -693,9 +693,8 @@ def between(cases: pd.DataFrame) -> str:
 
 def timed_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return a table for each model: a line for each backend, a column for each size."""
-    f = frame_of(rows)
-    by_model = f[f.part.isin(TIMED)].groupby("model", sort=False)
-    return [timed_table(model, of_model) for model, of_model in by_model]
+    f = frame_of([row for row in rows if row["part"] in TIMED])
+    return [timed_table(model, group) for model, group in f.groupby("model", sort=False)]
 
 
 def timed_table(model: str, f: pd.DataFrame) -> Table:
