@@ -1,4 +1,4 @@
-"""What is shown of a run: text for a terminal, an HTML page, and the generated blocks of README.md
+"""The views of a run: text for a terminal, an HTML page, and the generated blocks of README.md
 and docs/results.md.
 
 `<!-- record: DIRECTORY -->` in a page names the record of the blocks that follow. A block is the
@@ -64,7 +64,7 @@ class Picture:
 
 
 Part = Picture | Table | str
-"""What is shown below a heading. A string is plain text: each renderer escapes it."""
+"""A part of a section or a block. A string is plain text: each renderer escapes it."""
 
 
 # --- parts: a ranking -----------------------------------------------------------------------------
