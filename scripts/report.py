@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     results = rows.read_results(traces, args.definition or known.get("definition", DEFINITION))
     ranked = rankings.rankings(results, args.against, args.peers, args.by)
     if not ranked:
-        raise UsageError(f"no results in {', '.join(map(str, args.paths))}")
+        raise UsageError(f"no results in {', '.join(map(str, args.paths or traces))}")
     print(pages.print_rankings(ranked, args.markdown))
     if args.json:
         files.write(args.json, json.dumps([rankings.to_json(r) for r in ranked], indent=1) + "\n")

@@ -470,11 +470,11 @@ def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) 
     bit = {"part": "again", "compared": 7, "hash": "1"}
     bits = measurement("bits", [bit | {"differ": 1}, bit | {"hash": "2", "differ": 2}])
     same = measurement("bits", [bit | {"differ": 0}])
-    run = record(tmp_path, [ours(), ours("y"), ours("z", hash="2")], times, again, bits, same)
-    x, y, z = read_results([run]).itertuples()
+    traces = [ours(), ours("y"), ours("z", hash="2"), ours("of another source", hash="3")]
+    x, y, z, other = read_results([record(tmp_path, traces, times, again, bits, same)]).itertuples()
     assert (x.device, y.device) == (1.5, 2.0)
     assert x.harness_spread == y.harness_spread > 0 and x.cosine == y.cosine == 0.5
-    assert [of.checks["again"]["differ"] for of in (x, y, z)] == [0, 0, 2]
+    assert [of.checks["again"]["differ"] for of in (x, y, z)] == [0, 0, 2] and other.checks == {}
 
 
 def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:
