@@ -247,6 +247,26 @@ def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
     assert list(ours.get_ydata()) == [f.tflops["flat", tokens] for tokens in (80, 901)]
 
 
+def test_a_call_whose_tokens_are_quantised_before_is_not_compared() -> None:
+    """Of a figure that comes twice the last counts."""
+    times = (
+        ("experts fp8", False, 1.0),
+        ("experts bf16", False, 9.0),
+        ("experts bf16", False, 4.0),
+    )
+    case = {"tokens": 7, "active": 1, "pairs": 1, "roofline": 2.0, "clock": "device"}
+    rows = [
+        case | {"subject": name, "peer": peer, "value": ms}
+        for name, peer, ms in (*times, ("a peer", True, 6.0))
+    ]
+    (line,) = tables.sweep_table(in_memory("sweep", rows), "sweep").frame.to_dict("records")
+    assert line == {
+        "T": "7", "active": "1", "pairs": "1", "roofline": "2.000", "experts fp8": "-/1.0000",
+        "experts bf16": "-/4.0000*", "a peer": "-/6.0000", "roofline / best": "-/50 %",
+        "best peer / our best": "-/1.50x",
+    }  # fmt: skip
+
+
 BESIDE = [("flat, next smaller", False, 40.0), ("flat, next larger", False, 70.0)]
 GEMMS = {
     "subjects of a problem": (
