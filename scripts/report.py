@@ -19,7 +19,6 @@ from scripts.common import files
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 from scripts.common.definitions import full_name
 from scripts.common.project import DEFINITION
-from scripts.publishing.rows import CLOCKS
 
 PAGE, TEXT, PAGES = "a page", "--text", "--pages"
 
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     mode.add_argument("--text", action="store_true", help="print the ranking")
     mode.add_argument("--pages", action="store_true", help="write README.md and docs/results.md")
     text = "clock that orders the ranking (harness)"
-    by = add("--by", choices=CLOCKS, default="harness", help=text)
+    by = add("--by", choices=("harness", "device"), default="harness", help=text)
     text = "that count as peers, * allowed; all but this project's"
     peers = add("--peers", nargs="+", default=[], metavar="NAME", help=text)
     page = arguments.add_argument_group("a page")
