@@ -295,10 +295,11 @@ def sweep(recorded: Recorded, name: str, every: int = 0) -> list[Part]:
     """
     rows, text = recorded.rows, SWEEPS[name]
     called, times = tables.called(rows, name), tables.sweep_table(rows, name)
-    costs = form_costs(called)
-    if not costs.empty:
-        costs_text = ", ".join(f"{n} {c.min():.2f} to {c.max():.2f}" for n, c in costs.items())
-        text += f" Device time over that of {FORM} bf16: {costs_text}."
+    ms = tables.wide(called, tables.SWEEP)
+    costs = {n: ms[n] / ms[f"{FORM} bf16"] for n in ms if n.startswith(f"{FORM} fp8")}
+    if costs:
+        ranges = ", ".join(f"{n} {c.min():.2f} to {c.max():.2f}" for n, c in costs.items())
+        text += f" Device time over that of {FORM} bf16: {ranges}."
     text = measured(recorded, name, f"{text} {rows.measurements[name]['method']}.")
     what = "Device time over the number of tokens, and the roofline"
     picture = Picture(partial(plots.sweep_figure, rows, name), what, f"{name}.png")
@@ -308,13 +309,6 @@ def sweep(recorded: Recorded, name: str, every: int = 0) -> list[Part]:
     failed = tables.failed_table(called).frame.itertuples()
     why = ", ".join(f"{r.call} at T={r.T} ({r.error})" for r in failed)
     return [text, picture, times, *[f"Failed: {why}."] * bool(why)]
-
-
-def form_costs(f: pd.DataFrame) -> pd.DataFrame:
-    """Return the device times of `experts` with FP8 tokens over those with bfloat16, by form."""
-    ms = tables.wide(f, tables.SWEEP)
-    forms = [name for name in ms if name.startswith(f"{FORM} fp8")]
-    return ms[forms].div(ms[f"{FORM} bf16"], axis=0) if forms else pd.DataFrame()
 
 
 def models(recorded: Recorded) -> list[Part]:
@@ -479,14 +473,6 @@ def table(content: Table) -> str:
     return f"{paragraph(title)}:\n\n{shown}" if title else shown
 
 
-def pictures_of(recorded: Recorded) -> Path:
-    """Return the folder of a record's pictures: in docs/, since results/ has data only."""
-    directory = recorded.directory.resolve()
-    if not directory.is_relative_to(RESULTS_DIR):
-        return directory
-    return ROOT / "docs" / "pictures" / "-".join(directory.relative_to(RESULTS_DIR).parts)
-
-
 def data_hash(directory: Path) -> str:
     """Return a digest of a record's measurements, without its digests of machine code."""
     digest = hashlib.sha256()
@@ -501,7 +487,10 @@ def block(name: str, recorded: Recorded, folder: Path) -> tuple[str, dict[Path, 
         raise UsageError(f"no block {name}; there are {', '.join(BLOCKS)}")
     needs, make = BLOCKS[name]
     parts = make(recorded) if not needs or needs in recorded.rows else []
-    pictures = {pictures_of(recorded) / p.name: p for p in parts if isinstance(p, Picture)}
+    place = recorded.directory.resolve()
+    if place.is_relative_to(RESULTS_DIR):  # results/ has data only
+        place = ROOT / "docs" / "pictures" / "-".join(place.relative_to(RESULTS_DIR).parts)
+    pictures = {place / p.name: p for p in parts if isinstance(p, Picture)}
     links = {p: Path(os.path.relpath(path, folder)).as_posix() for path, p in pictures.items()}
 
     def shown(part: Part) -> str:
