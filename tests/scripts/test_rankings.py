@@ -549,14 +549,6 @@ def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     assert "Since this run the source of v3 has changed." in pages.without_gpu([], [recorded])
 
 
-def test_device_times_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
-    text = pages.without_gpu([], [read(record(tmp_path, [clocked("x", 7, 1.0, 0.5)]))])
-    assert "on the GPU alone (replay of a CUDA graph)" in text
-    assert "0.500" in text and "not recorded" not in text
-    text = pages.without_gpu([], [read(record(tmp_path, [trace("x", 7, 1.0)]))])
-    assert "The time on the GPU alone is not recorded." in text and "0.500" not in text
-
-
 def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path, monkeypatch) -> None:
     for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
         record(tmp_path / place, [trace("x", 7, 1.0)])
