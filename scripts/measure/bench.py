@@ -327,7 +327,7 @@ def run_on_gpu(
         if interrupted:
             for child in multiprocessing.active_children():
                 child.terminate()
-            say("stopped; `run.py rank` shows what was kept")
+            say("stopped; `run.py report --text` shows what was kept")
             os._exit(exit_status(number))
         interrupted.append(number)
         say("finishing this workload; Ctrl-C again stops at once")

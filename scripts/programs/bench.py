@@ -106,7 +106,7 @@ def main() -> int:
 
 def conclude(args: argparse.Namespace, run: "Run") -> int:
     """Rank the results and write the report. Return the exit status."""
-    from scripts.report import report
+    from scripts.publishing import pages as report
     from scripts.table.rank_text import print_rankings, without_gpu
     from scripts.table.rankings import rankings
     from scripts.table.recorded import recorded_runs

@@ -43,7 +43,7 @@ from scripts.data.traces import read_results
 from scripts.measure import bench, cpu_bench, emulated, plan, times
 from scripts.measure.timing import HARNESS_CLOCK
 from scripts.pack import availability, pack
-from scripts.report import report
+from scripts.publishing import pages as report
 from scripts.table import recorded
 
 DIED = "worker died: out of memory"

@@ -1,11 +1,9 @@
 """The pass that compares bits: what it notices, what it leaves out, and what the ranking shows."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import small
 import torch
@@ -16,8 +14,7 @@ from small_record import ranked, trace
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.data import rows
 from scripts.measure import bits as measured
-from scripts.report import generated, report
-from scripts.table import rank_text, recorded, tables
+from scripts.publishing import pages, rankings, tables
 
 TOKENS = 100
 # A product of matrices is no example: how torch sums it may depend on the number of rows.
@@ -213,7 +210,7 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
 
     assert column(tables.summary_table(same)) == {"own": "yes", "few": "no"}
     assert column(tables.summary_table(other)) == {"own": "yes", "few": "-", "absent": "-"}
-    assert column(tables.short_table(same, pd.DataFrame())) == {"own": "yes", "few": "no"}
+    assert column(tables.short_table(same)) == {"own": "yes", "few": "no"}
     checks = tables.checks_table(same).frame
     assert list(checks) == ["solution", *EVERY, tables.BATCH_INVARIANT]
     assert checks.iloc[1].tolist() == ["own", *["yes"] * len(EVERY), "yes"]
@@ -221,21 +218,18 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(program, tmp_path: Path,
     # Four batches of a width on a CPU: of the eighties the last one, of 21 tokens, differs.
     assert few["again"] == few["doubled"] == "yes" and few["80 at a time"] == "no: 21/261"
     assert few["alone"] == "no: 4/4"
-    for style in ("text", "markdown"):
-        text = rank_text.print_rankings([same], style)
+    for in_markdown in (False, True):
+        text = pages.print_rankings([same], in_markdown)
         assert "no: 21/261" in text and tables.BITS_NOTE in text
-    (ranking,) = json.loads(rank_text.print_rankings([same], "json"))
-    assert ranking["summary"][0]["checks"]["again"]["differ"] == 0
+    assert rankings.to_json(same)["summary"][0]["checks"]["again"]["differ"] == 0
 
-    assert ">no: 21/261<" in report.render(recorded.read(tmp_path))
-    block = "<!-- generated: invariance -->\n<!-- /generated -->"
-    page = generated.generate(block, recorded.read(tmp_path))
+    assert ">no: 21/261<" in pages.render(rankings.read(tmp_path))
+    page, _ = pages.block("invariance", rankings.read(tmp_path), tmp_path)
     assert "no: 21/261" in page and "T=901" in page
     (elsewhere,) = ranked(tmp_path, traces_of(program.hashes, hardware="GPU B"))
     assert not tables.checks_table(elsewhere)
-    assert tables.BATCH_INVARIANT not in rank_text.print_rankings([elsewhere])
-    # The sentence is wrapped, where depends on the length of the directory's name.
-    assert "not recorded." in " ".join(generated.generate(block, recorded.read(tmp_path)).split())
+    assert tables.BATCH_INVARIANT not in pages.print_rankings([elsewhere])
+    assert pages.block("invariance", rankings.read(tmp_path), tmp_path)[0] == "Not recorded."
 
 
 def test_what_fails_is_said_and_has_no_checks(program, tmp_path: Path, capsys) -> None:

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 from flashinfer_bench.data import Definition
@@ -283,21 +282,6 @@ ROWS = [  # options, measurement, solutions that have rows, wanted ones, and wha
     (f"--definition glm5 --solutions {OURS} {PEER} sglang_moe", "sweep", GLM5, GLM5,
      {"sglang_moe": "is not packed for the layer"}),
 ]  # fmt: skip
-
-
-def test_what_finds_its_tokens_quantised_is_not_compared() -> None:
-    values = pd.DataFrame({"experts fp8": [1.0], "experts bf16": [4.0], "a peer": [6.0]})
-    peers = pd.Series({"experts fp8": False, "experts bf16": False, "a peer": True})
-    assert pivots.versus(values, peers).tolist() == [1.5]
-    assert pivots.marked(values, ".0f").iloc[0].tolist() == ["1", "4*", "6"]
-
-
-def test_of_a_figure_that_comes_twice_the_last_counts() -> None:
-    into = rows.Writer("sweep", "a GPU", "m")
-    for ms in (2.0, 3.0, 1.0):
-        case = {"tokens": 7, "active": 1, "pairs": 1}
-        into.add(case, "x", clock="device", value=ms, roofline=0.5, peer=False)
-    assert pivots.wide(pivots.called(into.result, "sweep"), pivots.SWEEP).to_numpy() == [[1.0]]
 
 
 @pytest.mark.parametrize(("options", "name", "solutions", "wanted", "not_tried"), ROWS)

@@ -13,20 +13,10 @@ import pandas as pd
 from scripts.common.project import short_name
 from scripts.common.roofline import bandwidth
 from scripts.common.text import printable
-from scripts.data.results import Clock
-from scripts.data.rows import Rows
-from scripts.table.pivots import (
-    KERNELS,
-    SWEEP,
-    called,
-    compute_bound,
-    fastest_first,
-    launches,
-    peers_of,
-    roofline_of,
-    wide,
-)
-from scripts.table.rankings import Ranking
+from scripts.publishing import tables
+from scripts.publishing.rankings import Ranking
+from scripts.publishing.rows import Clock, Rows
+from scripts.publishing.tables import KERNELS, SWEEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,47 +77,38 @@ def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
     return by_subject
 
 
-def latency_figure(
-    ranking: Ranking, roofline_ms: dict[str, float], clock: Clock = "harness"
-) -> "Figure":
+def latency_figure(ranking: Ranking, clock: Clock = "harness") -> "Figure":
     """Plot every solution's latency over the workloads by T, evenly spaced, and the roofline."""
     tokens, uuids = zip(*ranking.workloads, strict=True)
     ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
-    roofline = pd.Series(roofline_ms, dtype=float).reindex(uuids)
     title = f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}"
     peers = ranking.summary.set_index("solution").peer
-    figure, ax = times_figure(ms, roofline, peers, list(range(len(uuids))), tokens, title)
-    ax.set_xlim(-0.4, len(uuids) - 0.6)
-    ax.set_xlabel("tokens of the workload")
-    return figure
+    return times_figure(ms, ranking.limits.roofline.reindex(uuids), peers, tokens, title)
 
 
 def sweep_figure(rows: Rows, name: str) -> "Figure":
     """Plot device times over the number of tokens, on a log scale."""
-    f = called(rows, name)
-    ms, tokens, roofline = wide(f, SWEEP), list(f.tokens.unique()), roofline_of(f, SWEEP)
-    hardware = rows.measurements[name]["hardware"]
-    title = f"{CLOCK_TITLES['device']} of the layer, {hardware}"
-    peers = peers_of(f).reindex(fastest_first(ms))
-    figure, ax = times_figure(ms, roofline, peers, tokens, tokens, title)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(tokens, list(map(str, tokens)), fontsize=9)
-    ax.set_xlabel("tokens, log scale")
-    return figure
+    f = tables.called(rows, name)
+    ms, roofline = tables.wide(f, SWEEP), tables.roofline_of(f, SWEEP)
+    title = f"{CLOCK_TITLES['device']} of the layer, {rows.measurements[name]['hardware']}"
+    peers = tables.peers_of(f).reindex(tables.fastest_first(ms))
+    return times_figure(ms, roofline, peers, list(f.tokens.unique()), title, log=True)
 
 
 def times_figure(
     ms: pd.DataFrame,
     roofline: "pd.Series[float]",
     peers: "pd.Series[bool]",
-    places: Sequence[float],
     tokens: Sequence[int],
     title: str,
-) -> "tuple[Figure, Any]":
-    """Plot a line of times for each subject, in the order of `peers`, and the roofline."""
+    log: bool = False,
+) -> "Figure":
+    """Plot a line of times for each subject, in the order of `peers`, and the roofline, over the
+    tokens on a log scale, or evenly spaced."""
     from matplotlib.ticker import LogLocator
 
     figure, (ax,) = new_figure(1, title, 5.2)
+    places = tokens if log else range(len(tokens))
     ms, roofline = ms.set_axis(places), roofline.set_axis(places).dropna()
     for subject, style in styles(peers).items():
         if (known := ms[subject].dropna()).any():
@@ -139,16 +120,15 @@ def times_figure(
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("")
     ax.set_ylabel("ms, log scale")
+    if log:
+        ax.set_xscale("log", base=2)
+    else:
+        ax.set_xlim(-0.4, len(tokens) - 0.6)
     ax.set_xticks(places, list(map(str, tokens)), fontsize=9)
-    legend_below(figure, ax)
-    return figure, ax
-
-
-def legend_below(figure: "Figure", ax: Any, columns: int = 6) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, fontsize=9, loc="outside lower center", ncols=columns, frameon=False
-    )
+    ax.set_xlabel("tokens, log scale" if log else "tokens of the workload")
+    lines = ax.get_legend_handles_labels()
+    figure.legend(*lines, fontsize=9, loc="outside lower center", ncols=6, frameon=False)
+    return figure
 
 
 def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure":
@@ -157,7 +137,7 @@ def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure
     title = f"The kernels of one call of {short_name(solution)}, {gpu}"
     figure, axes = new_figure(len(counts), title, 2.4, grid="x")
     for ax, tokens in zip(axes, counts, strict=True):
-        f = launches(rows, solution, tokens).reset_index(drop=True)
+        f = tables.launches(rows, solution, tokens).reset_index(drop=True)
         colours = [OUR_COLOURS[0] if "gemm" in part else OUR_COLOURS[1] for part in f.part]
         ax.barh(f.part, f.end - f.begin, left=f.begin, color=colours, height=0.7)
         for place, kernel in f.iterrows():
@@ -167,12 +147,15 @@ def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure
     return figure
 
 
-def layers_figure(f: pd.DataFrame, rates: dict[str, float], hardware: str) -> "Figure":
-    """Plot the reached rate over the tokens: TB/s of memory-bound workloads, TFLOP/s of others."""
+def layers_figure(rows: Rows) -> "Figure":
+    """Plot the rate that the GEMMs reach on the workloads' rows, over the tokens: TB/s of
+    memory-bound workloads, TFLOP/s of others."""
+    head, f = rows.measurements["gemm_layers"], tables.gemm_frame(rows, "gemm_layers")
+    f, rates = f[(f.tokens > 0) & ~f.beside], head["rates"]
     reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
-    f = f.assign(computes=compute_bound(f, rates), tbytes=f.gbytes / 1e3)
+    f = f.assign(computes=tables.compute_bound(f, rates), tbytes=f.gbytes / 1e3)
     shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())
-    title = f"Grouped FP8 GEMM on the workloads' rows, {hardware}: reached and roofline"
+    title = f"Grouped FP8 GEMM on the workloads' rows, {head['hardware']}: reached and roofline"
     figure, axes = new_figure(len(shapes), title, 4)
     for ax, ((n, k), panel) in zip(axes, shapes, strict=True):
         tokens = sorted(panel.tokens.unique())

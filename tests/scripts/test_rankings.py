@@ -1,4 +1,4 @@
-"""`run.py rank` on hand-made traces: the statistics, the failures, and no mixing of machines."""
+"""Rankings of hand-made traces, as `run.py report --text` prints them."""
 
 import json
 import math
@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_record
 from programs import call
 from small_record import UUIDS, clocked, measurement, record, roofline, trace, write_traces
 
 from scripts.common.definitions import find_layer
-from scripts.common.project import BASELINES, OURS
+from scripts.common.project import BASELINES, OURS, RESULTS_DIR, short_name
 from scripts.common.roofline import pair_flops, weight_bytes
+from scripts.pack import sources
 from scripts.pack.pack import every_generation
-from scripts.programs import rank
-from scripts.table import pivots, tables
-from scripts.table.recorded import read
+from scripts.publishing import pages, rankings, tables
+from scripts.publishing.rankings import read
+from scripts.publishing.rows import read_run
+
+RECORD = sorted(RESULTS_DIR.glob("*/*"))[-1]
 
 
 def ranked(path: Path, *options: str) -> list[dict]:
     """Return the rankings that --json writes for the traces of a file or a run."""
     out = path.with_name("ranking.json")
-    call("rank", path, "--json", out, *options)
+    call("report", "--text", path, "--json", out, *options)
     return json.loads(out.read_text(), parse_constant=pytest.fail)
 
 
@@ -35,7 +39,9 @@ def rank_of(tmp_path: Path, traces: list[dict], *options: str) -> dict:
 
 
 def text_of(tmp_path: Path, traces: list[dict], *options: str) -> str:
-    return call("rank", write_traces(tmp_path / "traces.jsonl", traces), *options).stdout
+    return call(
+        "report", "--text", write_traces(tmp_path / "traces.jsonl", traces), *options
+    ).stdout
 
 
 def cells(text: str, title: str) -> list[list[str]]:
@@ -180,8 +186,6 @@ def test_our_names_begin_as_no_peers_does() -> None:
         ([], {}, {"cutedsl_moe_fp8_v2": False, "b": True, "c": True}),
         ([], {"b": False}, {"cutedsl_moe_fp8_v2": False, "b": False, "c": True}),
         (["--peers", "cute*", "c"], {}, {"cutedsl_moe_fp8_v2": True, "b": False, "c": True}),
-        (["--solutions", "cute*", "[bx]"], {}, {"cutedsl_moe_fp8_v2": False, "b": True}),
-        (["--solutions", "cute*"], {}, {"cutedsl_moe_fp8_v2": False}),
     ],
 )
 def test_solutions_and_peers_are_known_from_options_the_run_and_their_names(
@@ -191,7 +195,9 @@ def test_solutions_and_peers_are_known_from_options_the_run_and_their_names(
     run = record(tmp_path / "run", traces, peers=info)
     (found,) = ranked(run, *options)
     assert {row["solution"]: row["peer"] for row in found["summary"]} == peers
-    assert ("best peer" in call("rank", run, *options).stdout) == (len(set(peers.values())) == 2)
+    assert ("best peer" in call("report", "--text", run, *options).stdout) == (
+        len(set(peers.values())) == 2
+    )
 
 
 # --- failed, missing and impossible figures -------------------------------------------------------
@@ -212,7 +218,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
         length, extra = 80 if name == "half" else 7, {"matched_ratio": 0.5}
         traces.append(trace(name, length, None, status=status, log=log, extra=extra))
     assert list(rank_of(tmp_path, traces)["summary"])[:2] == ["ok", "half"]
-    done = call("rank", tmp_path / "traces.jsonl")
+    done = call("report", "--text", tmp_path / "traces.jsonl")
     assert done.returncode == 1 and "(1)" not in done.stdout, "what passed has its times"
     assert {row[0]: row[-1] for row in cells(done.stdout, "Failed")} == {
         name: reason for name, (*_, reason) in REASONS.items()
@@ -227,7 +233,7 @@ def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
         "wrong": ("INCORRECT_NUMERICAL", "not run"),
     }
     assert "| solution   | " in text_of(tmp_path, traces, "--markdown")
-    done = call("rank", write_traces(tmp_path / "traces.jsonl", traces[:2]))
+    done = call("report", "--text", write_traces(tmp_path / "traces.jsonl", traces[:2]))
     assert done.returncode == 0 and "Failed:" not in done.stdout
 
 
@@ -277,7 +283,7 @@ def test_machines_timing_methods_and_tolerances_get_a_ranking_each(tmp_path: Pat
         trace("x", 7, None, **failed),
         trace("x", 7, 4.0, timestamp="2026-02-01", libs=loose),
     ]
-    found = ranked(path := write_traces(tmp_path / "traces.jsonl", traces))
+    found = ranked(write_traces(tmp_path / "traces.jsonl", traces))
     of_each = {(r["hardware"], r["timing"], r["tolerance"]): r["results"] for r in found}
     assert {key: [r["harness"] for r in of] for key, of in of_each.items()} == {
         ("GPU A", "", ""): [1.0],
@@ -286,7 +292,6 @@ def test_machines_timing_methods_and_tolerances_get_a_ranking_each(tmp_path: Pat
         ("GPU A", "", "rtol 0.2"): [None],
         ("GPU A", "", "rtol 9"): [4.0],
     }
-    assert [r["hardware"] for r in ranked(path, "--hardware", "gpu b")] == ["GPU B"]
     run = record(tmp_path / "run", traces, timing="CUPTI")
     assert read(run).main.timing == "CUPTI", "the run's own"
     cpu = text_of(tmp_path, [trace("x", 7, 1.0, hardware="Xeon", libs={"device": "cpu"})])
@@ -331,12 +336,11 @@ def test_skipped_solutions_are_named_with_the_reason(tmp_path: Path) -> None:
     run = record(tmp_path / "run", of("x", {7: 1.0}), skipped=reasons)
     (found,) = ranked(run)
     assert list(found["skipped"]) == ["flashinfer_moe", "sglang_moe"]
-    done = call("rank", run)
+    done = call("report", "--text", run)
     for name in found["skipped"]:
         assert f"{name}: {reasons[name]}" in done.stdout
     assert "has results now" not in done.stdout
     assert done.returncode == 0, "what cannot run is no failure"
-    assert ranked(run, "--solutions", "x")[0]["skipped"] == {}
 
 
 # --- two clocks -----------------------------------------------------------------------------------
@@ -358,7 +362,7 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
         assert (of["harness_spread"], of["device_spread"]) == pytest.approx((0.2, 0.02))
     assert "(replay of a CUDA graph)" in text and "Ordered by the mean speed-up." in text
     found = read(record(tmp_path / "run", CLOCKED)).main
-    stdout = call("rank", tmp_path / "run", "--markdown").stdout
+    stdout = call("report", "--text", tmp_path / "run", "--markdown").stdout
     for table in tables.ranking_tables(found):
         assert table.markdown() in stdout
 
@@ -404,7 +408,7 @@ def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_pat
     assert cells(text, "Speed-ups")[1][9:11] == ["2.5000/2.0000 (1)", "2.0000/2.0000 (1)"]
     partly = read(record(tmp_path, traces, roofline(), peers={"ours": False}))
     rate = f"{28 * weight_bytes() / 2e9:.2f}"  # TB/s of the one that was timed
-    table = tables.short_table(partly.main, partly.limits(partly.main))
+    table = tables.short_table(partly.main)
     assert table.frame.iloc[1, 5:7].tolist() == ["2.000 (1)", rate]
 
 
@@ -415,7 +419,7 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
     lines[1] |= {"value": 0.05, "pairs": 1}
     lines[2] |= {"value": 0.9}
     recorded = read(record(tmp_path, CLOCKED, lines, peers={"ours": False}))
-    table = tables.short_table(recorded.main, recorded.limits(recorded.main)).frame
+    table = tables.short_table(recorded.main).frame
     of_flops = 109 * pair_flops() / 1e9  # TFLOP/s of 1 ms
     of_reading = 7 * weight_bytes() / 1e9  # TB/s of 1 ms
     assert list(table)[5:-1] == ["device ms", "TB/s", "TFLOP/s", "of the limit"]
@@ -424,26 +428,31 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
         ["ours", "1.050", f"{of_reading / 0.1:.2f}", f"{of_flops / 2:.0f}", "50 %"],
         ["roofline", "0.525", f"{of_reading / 0.05:.2f}", f"{of_flops:.0f}", "100 %"],
     ]
-    bounds = pivots.roofline_table(recorded.rows, find_layer(recorded.definition)).frame
+    times = tables.latency_table(recorded.main).frame
+    assert times[
+        ["reference", "roofline", "roofline / best", "best peer / our best"]
+    ].values.tolist() == [
+        ["10.0000", "0.050", "10 %/50 %", "0.50x/2.00x"],
+        ["10.0000", "1.000", "50 %/62 %", "0.50x/0.80x"],
+    ]
+    bounds = tables.roofline_table(recorded.rows, find_layer(recorded.definition)).frame
     assert bounds.to_numpy().tolist() == [
         ["7", "2", "1", "7", "1", "0.0500", "0.0092", "memory"],
         ["80", "48", "109", "28", "9", "0.9000", "1.0000", "compute"],
     ]
     other = read(record(tmp_path, CLOCKED, roofline("GPU B")))
-    assert other.limits(other.main).empty, "of another GPU"
+    assert other.main.limits.empty, "of another GPU"
     both = read(record(tmp_path / "both", CLOCKED, lines, roofline("GPU B")))
-    assert both.limits(both.main).equals(recorded.limits(recorded.main)), "a later one of another"
-    later = [
-        lines[0] | {"id": "later"},
-        *(row | {"of": "later", "value": 2.0} for row in lines[1:]),
-    ]
+    assert both.main.limits.equals(recorded.main.limits), "a later one of another"
+    later = [lines[0] | {"id": "later"}, lines[2] | {"of": "later", "value": 2.0}]
     again = read(record(tmp_path / "again", CLOCKED, lines, later))
-    assert set(again.roofline_ms(again.main).values()) == {2.0}, "the latest of this GPU"
+    assert list(again.main.limits.roofline) == [2.0], "the latest of this GPU"
     glm5 = find_layer("glm5")
     traces = [made | {"definition": glm5.name} for made in CLOCKED]
     of_glm5 = read(record(tmp_path, traces, lines, definition=glm5.name))
-    ms = of_glm5.roofline_ms(of_glm5.main)
-    assert ms[UUIDS[80]] == pytest.approx(max(0.9, pair_flops(glm5) / pair_flops()))
+    assert of_glm5.main.limits.roofline[UUIDS[80]] == pytest.approx(
+        max(0.9, pair_flops(glm5) / pair_flops())
+    )
 
 
 # --- what names and logs hold, and the command line -----------------------------------------------
@@ -465,7 +474,7 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
     summaries = [(s["solution"], s["peer"]) for r in ranked(run) for s in r["summary"]]
     assert summaries == [("y", False), (EVIL, False)], "as it is"
     for style in ("--by=harness", "--markdown"):
-        text = call("rank", run, style).stdout
+        text = call("report", "--text", run, style).stdout
         assert all(line.isprintable() for line in text.split("\n")), style
         assert "\\x1b[31m" in text or "\\x1b\\[31m" in text
     lines = text.split("\n")
@@ -480,23 +489,108 @@ def test_names_and_logs_are_escaped_in_every_style(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--solutions", "absent"], "no results in"),
+        (["--definition", "absent"], "no results in"),
         (["--against", "c"], "--against c: no trace of that solution"),
         (["--peers", "*", "typo*"], "--peers typo*: no trace of such a solution"),
         (["--by", "device"], "--by device: no trace has a device time"),
     ],
 )
 def test_what_cannot_be_ranked_is_refused(options: list, message: str, tmp_path: Path) -> None:
-    done = call("rank", write_traces(tmp_path / "t.jsonl", NOT_TIMED), *options)
+    done = call("report", "--text", write_traces(tmp_path / "t.jsonl", NOT_TIMED), *options)
     assert done.returncode == 2 and message in done.stderr
 
 
-@pytest.mark.parametrize("traces", ["absent", "empty"])
-def test_without_a_run_the_records_are_named(tmp_path: Path, monkeypatch, traces: str) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(rank, "TRACES_DIR", tmp_path / traces)
-    none = call("rank")
-    assert none.returncode == 2
-    assert re.search(rf"no run in .*{traces}: run.py bench .* run.py rank ", none.stderr)
-    write_traces(tmp_path / traces / "a" / "traces.jsonl", [trace("x", 7, 1.0)])
-    assert call("rank").returncode == 0
+# --- runs on the CPU, and the records beside them -------------------------------------------------
+
+
+def on_cpu() -> rankings.Ranking:
+    """A ranking of a run on the CPU, of which v1 fails at T=1."""
+    f = read_run(RECORD).results
+    f = f[f.tokens.isin([1, 7]) & f.solution.str.startswith("cutedsl")]
+    f = f.assign(cpu=True, hardware="Some CPU", timing="wall clock")
+    failed = {"passed": False, "status": "INCORRECT_NUMERICAL", "reason": "too many values differ"}
+    f.loc[f.solution.str.endswith("v1") & (f.tokens == 1), list(failed)] = list(failed.values())
+    (ranking,) = rankings.rankings(f)
+    return ranking
+
+
+def test_outputs_are_judged_and_no_time_is_given() -> None:
+    text = pages.print_rankings([on_cpu()])
+    first, _, second, *_ = text.splitlines()
+    assert first.startswith("CPU (Some CPU), workloads of T=1, 7")
+    said = (
+        "5 of 6 solutions passed on all 2 workloads (reference model), v1 on 1; nothing was timed"
+    )
+    assert second.startswith(f"{said}; not run: flashinfer_")
+    assert " Tolerance: rtol 0.2, atol 0.1" in second
+    passed = {row[0]: row[1] for row in cells(text, "Accuracy")}
+    assert passed["cutedsl_moe_fp8_v2"] == "2/2" and passed["cutedsl_moe_fp8_v1"] == "1/2"
+    failed = ["cutedsl_moe_fp8_v1", "1", "e05c6c03", "INCORRECT_NUMERICAL"]
+    assert [row[:4] for row in cells(text, "Failed")] == [failed]
+    assert "ms" not in text.split("Failed:")[0].split() and "0x" not in text
+
+
+def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
+    recorded, every = read(RECORD), rankings.recorded_runs()
+    now = dict(recorded.info["solutions"])
+    monkeypatch.setattr(sources, "current", lambda: now)
+    text = pages.without_gpu([on_cpu()], every)
+    assert text.count("\nRecorded: ") == len(every)
+    own = text.split(f"\nRecorded: {recorded.main.hardware}: 19 workloads, ")[1]
+    own = own.split("\n\n\n")[0]
+    assert f"Recorded {RECORD.name}; not measured in this run." in own
+    assert "harness ms: flashinfer-bench" in own and "The sources have not changed since." in own
+    first = recorded.main.summary.iloc[0]
+    (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
+    kind = "peer" if first.peer else "ours"
+    assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
+    assert row[4] == f"{first.harness_mean_ms:.3f}"
+    now["cutedsl_moe_fp8_v3"] = "x"
+    assert "Since this run the source of v3 has changed." in pages.without_gpu([], [recorded])
+
+
+def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path, monkeypatch) -> None:
+    for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
+        record(tmp_path / place, [trace("x", 7, 1.0)])
+    glob = Path.glob  # whose order is the file system's
+    monkeypatch.setattr(Path, "glob", lambda *of: sorted(glob(*of), reverse=True))
+    found = [r.directory.relative_to(tmp_path) for r in rankings.recorded_runs(tmp_path)]
+    assert [d.as_posix() for d in found] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
+    assert rankings.recorded_runs(tmp_path / "absent") == []
+
+
+# --- what was emulated ----------------------------------------------------------------------------
+
+
+def emulated(solution: str, length: int, **more: Any) -> dict[str, Any]:
+    libs = {"device": "cpu", "emulated": "sm_90a", "timing": "kernels, sm_90a, emulated"}
+    extra = {"matched_ratio": 0.9, "cosine": 0.9, "calc_diff": 1e-4}
+    options = {"latency": 0.0, "reference": 0.0, "libs": libs, "extra": extra, **more}
+    return trace(f"cutedsl_moe_fp8_{solution}", length, **options)
+
+
+TRACES = [emulated("a", 7), emulated("b", 7), emulated("b", 80)]
+
+
+def test_what_was_emulated_passes_and_has_no_time(tmp_path: Path) -> None:
+    timed = [trace(f"cutedsl_moe_fp8_{n}", 7, 2.0, hardware="GPU A") for n in "ab"]
+    both = sorted(small_record.ranked(tmp_path, [*TRACES, *timed]), key=lambda r: r.emulated)
+    gpu, ours = both
+    assert (gpu.emulated, ours.emulated) == ("", "sm_90a")
+    assert list(ours.summary.passed) == [2, 1] and ours.results.harness.isna().all()
+    text = pages.print_rankings(both)
+    assert "The kernels were run by the emulator: there is no time." in text
+    part = text.split("CPU (GPU A)")[1]
+    assert " ms" not in part and "wins" not in part
+    assert "outputs of the kernels for sm_90a, emulated" in part
+    assert {r["harness"] for r in rankings.to_json(ours)["results"]} == {None}
+    said = "All 2 solutions passed on the one workload; 1 of 2 solutions passed on all 2 workloads "
+    said += "(kernels for sm_90a, emulated), a on 1."
+    assert rankings.verdict(both) == said
+
+
+def test_a_time_in_an_emulated_trace_is_refused(tmp_path: Path) -> None:
+    (ranking,) = small_record.ranked(tmp_path, [emulated("c", 7, latency=0.1, reference=10.0)])
+    (failed,) = ranking.results[~ranking.results.passed].itertuples()
+    assert failed.solution.endswith("_c") and failed.status == "INVALID"
+    assert failed.reason == "a time of the emulator is no measurement"

@@ -12,22 +12,19 @@ from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
-from scripts.data import rows
 from scripts.pack import sources
-from scripts.report import blocks, generated
-from scripts.table import pivots
-from scripts.table.recorded import Recorded, read
-from scripts.table.tables import Table
+from scripts.publishing import pages, rows, tables
+from scripts.publishing.rankings import Recorded, read
+from scripts.publishing.tables import Table
 
-RESULTS = ROOT / "docs" / "results.md"
-TEXT = generated.passages(RESULTS.read_text(encoding="utf-8"))[1]
+RECORD = ROOT / "results/nvidia-h100/2026-11-27"
 BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 FLAT = "cutedsl_moe_fp8_flat"
 
 
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
-    return read(generated.record_of(TEXT))
+    return read(RECORD)
 
 
 @pytest.fixture
@@ -36,27 +33,22 @@ def copy(recorded: Recorded, tmp_path: Path) -> Path:
     return shutil.copytree(recorded.directory, tmp_path / "record")
 
 
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def made(recorded: Recorded, *blocks: str) -> str:
+def made(recorded: Recorded, *blocks: str, folder: Path = ROOT) -> str:
     """Some blocks in one line: where lines end depends on the length of the path."""
-    text = "".join(map(BLOCK.format, blocks))
-    return " ".join(generated.generate(text, recorded).split())
+    text = " ".join(pages.block(name, recorded, folder)[0] for name in blocks)
+    return " ".join(text.split())
 
 
 # --- the published figures ------------------------------------------------------------------------
 
 
 def test_every_published_figure_is_what_the_records_say() -> None:
-    """On failure: python3 run.py readme_tables"""
+    """On failure: python3 run.py report --pages"""
     pytest.importorskip("matplotlib")
-    done = call("readme_tables", "--check")
+    done = call("report", "--pages", "--check")
     assert (done.stdout, done.returncode) == ("", 0)
-    for page in generated.PAGES:
-        _, *passages = generated.passages(page.read_text(encoding="utf-8"))
-        assert passages and all(map(generated.BLOCK.search, passages))
+    for page in pages.PAGES:
+        assert "<!-- generated: " in page.read_text(encoding="utf-8")
 
 
 FIGURES = {
@@ -79,7 +71,7 @@ def test_a_changed_figure_of_a_row_is_noticed(
     """Change one figure in each measurement that the pages show."""
     block, chosen = FIGURES[name]
     found, info = recorded.rows, json.loads((recorded.directory / "run.json").read_text("utf-8"))
-    traces = lines_of(recorded.directory / "traces.jsonl")
+    traces = map(json.loads, (recorded.directory / "traces.jsonl").read_text("utf-8").splitlines())
     traces = [t for t in traces if t["workload"]["axes"]["seq_len"] == 80]
 
     def text(lines: list[dict]) -> str:
@@ -98,74 +90,73 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     pytest.importorskip("matplotlib")
     lines = (copy / rows.FILE).read_text().splitlines(keepends=True)
     page, other = copy.parent / "README.md", copy.parent / "other.md"
-    monkeypatch.setattr(generated, "README", page)
-    monkeypatch.setattr(generated, "PAGES", [page, other])
+    monkeypatch.setattr(pages, "README", page)
+    monkeypatch.setattr(pages, "PAGES", [page, other])
     page.write_text(
         f"<!-- record: {copy} -->\n" + BLOCK.format("latency") + BLOCK.format("latency_plot")
     )
     small = record(copy.parent / "small", [trace(FLAT, 7, 1.0)])
-    passages = [f"<!-- record: {of} -->\n" + BLOCK.format("ladder") for of in (small, copy)]
-    other.write_text("".join(passages))
-    stdout = call("readme_tables", "--check").stdout
-    assert "block latency: not what" in stdout and stdout.count("block ladder: not what") == 2
-    assert call("readme_tables").stdout == f"{copy / 'latency.png'}\n"
+    ladders = [f"<!-- record: {of} -->\n" + BLOCK.format("ladder") for of in (small, copy)]
+    other.write_text("".join(ladders))
+
+    def check() -> list[str]:
+        done = call("report", "--pages", "--check")
+        assert done.returncode == bool(done.stdout)
+        return done.stdout.splitlines()
+
+    stale = [line.split(":")[0] for line in check()]
+    missing = f"latency.png in {copy}"
+    ladder = "other.md, block ladder"
+    stale_blocks = ["README.md, block latency", "README.md, block latency_plot", ladder, ladder]
+    assert stale == [*stale_blocks, missing]
+    assert call("report", "--pages").stdout == f"{copy / 'latency.png'}\n"
     written = page.read_text()
-    assert call("readme_tables", "--check").returncode == 0
+    assert check() == []
     page.write_text(re.sub(r"\d %", lambda m: f"{(int(m[0][0]) + 1) % 10} %", written, count=1))
-    changed = call("readme_tables", "--check")
-    assert changed.returncode == 1 and "README.md, block latency: not what" in changed.stdout
+    assert [line.split(": not what ")[0] for line in check()] == ["README.md, block latency"]
     page.write_text(written)
     last = json.loads(lines[-1])  # which is in no block here
     (copy / rows.FILE).write_text("".join(lines[:-1]) + json.dumps(last | {"value": 5.0}) + "\n")
-    assert "latency.png of" in (stdout := call("readme_tables", "--check").stdout)
-    assert "drawn from other data" in stdout and len(stdout.splitlines()) == 1
+    assert check() == [f"{missing}: drawn from other data"]
     (copy / "latency.png").unlink()
-    assert "latency.png of" in (stdout := call("readme_tables", "--check").stdout)
-    assert "missing" in stdout
+    assert check() == [f"{missing}: missing"]
     assert page.read_text() == written, "a check writes nothing"
     third = record(copy.parent / "third", [trace(FLAT, 7, 1.0)])
-    assert call("readme_tables", "--record", third).returncode == 0
-    named = [generated.RECORD.findall(path.read_text()) for path in (page, other)]
+    assert call("report", "--pages", "--record", third).returncode == 0
+    named = [re.findall("record: (.*) -->", path.read_text()) for path in (page, other)]
     names = [[Path(path).name for path in found] for found in named]
     assert names == [["third"], ["small", "third"]], "in place of that of the README alone"
 
 
-def test_generating_twice_changes_nothing(recorded: Recorded) -> None:
-    once = generated.generate(TEXT, recorded, RESULTS.parent)
-    assert generated.generate(once, recorded, RESULTS.parent) == once
-
-
 def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> None:
-    text = BLOCK.format("latency_plot")
-    assert "](docs/pictures/" in generated.generate(text, recorded)
-    assert "](pictures/" in generated.generate(text, recorded, ROOT / "docs")
+    assert "](docs/pictures/" in made(recorded, "latency_plot")
+    assert "](pictures/" in made(recorded, "latency_plot", folder=ROOT / "docs")
 
 
 def test_the_hash_in_a_picture_is_of_the_data_alone(copy: Path, recorded: Recorded) -> None:
     """The hash depends neither on the place nor on other files there."""
     (copy / ".traces.jsonl.lock").touch()
-    assert generated.data_hash(copy) == generated.data_hash(recorded.directory)
+    assert pages.data_hash(copy) == pages.data_hash(recorded.directory)
 
 
-def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must follow"):
-        generated.passages(BLOCK.format("ranking") + "<!-- record: x -->\n")
-    with pytest.raises(UsageError, match="must name one record"):
-        generated.record_of("# no record")
+def test_what_cannot_be_generated_is_refused(tmp_path: Path, monkeypatch) -> None:
     only_traces = read(record(tmp_path, [trace("x", 7, 1.0)]))
-    with pytest.raises(UsageError, match="no block absent"):
-        generated.generate(BLOCK.format("absent"), only_traces)
-    with pytest.raises(UsageError, match="has no measurement gemm_study"):
-        generated.generate(BLOCK.format("gemm_study"), only_traces)
-    # What a record may lack leaves nothing.
-    for name in ("sweep", "models", "served"):
-        assert made(only_traces, name) == f"<!-- generated: {name} --> <!-- /generated -->"
-    assert ": not recorded." in made(only_traces, "invariance")
+    (page := tmp_path / "page.md").write_text(BLOCK.format("ranking") + "<!-- record: x -->\n")
+    monkeypatch.setattr(pages, "PAGES", [page])
+    with pytest.raises(UsageError, match="page.md, block ranking: no <!-- record: "):
+        pages.publish(check=True)
+    with pytest.raises(UsageError, match="no block absent; there are short_ranking, "):
+        made(only_traces, "absent")
+
+
+@pytest.mark.parametrize("name", [name for name, (needs, _) in pages.BLOCKS.items() if needs])
+def test_a_block_says_that_its_measurement_is_not_recorded(name: str, tmp_path: Path) -> None:
+    assert made(read(record(tmp_path, [trace("x", 7, 1.0)])), name) == "Not recorded."
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
     frame = pd.DataFrame([["1", "0.5*/0.7"], ["2", "x|y"]], columns=["T", "a|b"])
-    text = generated.table(Table(frame, left=0))
+    text = pages.table(Table(frame, left=0))
     assert "**0.5**/0.7" in text and "x\\|y" in text
 
 
@@ -209,7 +200,7 @@ def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
     ]
     recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("served", rows_of)))
     text = made(recorded, "served_gains")
-    assert "GPU A, 2026-01-02, sglang 1, vllm 1, random weights" in text and "1.50x" in text
+    assert "served). sglang 1, vllm 1, random weights, m." in text and "1.50x" in text
 
 
 def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line(tmp_path: Path):
@@ -223,17 +214,14 @@ def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line
     recorded = read(
         record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("kernels", [*rows_of, span]))
     )
-    f = pivots.launches(recorded.rows, "cutedsl_moe_fp8_fused", 1)
+    f = tables.launches(recorded.rows, "cutedsl_moe_fp8_fused", 1)
     assert f.to_numpy().tolist() == [
         ["route", 0.0, 3.0], ["gemm1", 1.0, 41.0], ["combine", 42.0, 48.0]
     ]  # fmt: skip
-    (picture,) = blocks.BLOCKS["timeline"](recorded).parts
-    (first, _) = picture.figure().axes
+    (picture,) = pages.timeline(recorded)
+    (first, _) = picture.draw().axes
     bars = [(bar.get_x(), bar.get_width()) for bar in first.patches]
     assert bars == [(0.0, 3.0), (1.0, 40.0), (42.0, 6.0)]
-    assert not blocks.BLOCKS["timeline"](
-        read(record(tmp_path / "none", [trace(FLAT, 7, 1.0)]))
-    ).parts
 
 
 def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
@@ -247,12 +235,13 @@ def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
 
 
 def test_both_clocks_are_shown_and_named_where_the_record_has_them(tmp_path: Path) -> None:
-    blocks = ("ranking", "latency", "latency_plot", "first_plot")
+    blocks = ("short_ranking", "ranking", "latency", "latency_plot", "first_plot")
     without = made(read(record(tmp_path, [trace(FLAT, 7, 1.0)])), *blocks)
     assert "Time in ms, the fastest in bold" in without and "evice" not in without
+    assert "The time on the GPU alone is not recorded." in without
     both = made(read(record(tmp_path, [clocked(FLAT, 7, 1.0, 0.5)], roofline())), *blocks)
     assert "Harness/device time in ms, the fastest in bold; roofline: a measured read" in both
-    assert "(replay of a CUDA graph)" in both and "**1.000**/**0.500**" in both
+    assert both.count("(replay of a CUDA graph)") == 2 and "**1.000**/**0.500**" in both
     assert both.index("/latency.png") < both.index("/latency_device.png")
 
 
@@ -262,7 +251,7 @@ def gemms(
     """Rows of one GEMM: subjects with their us, of a peer 10.0 us."""
     counts = {
         "experts": 32,
-        "active": blocks.MANY_EXPERTS,
+        "active": pages.MANY_EXPERTS,
         "pairs": 40,
         "rows": 2.0,
         "tokens": length,
@@ -283,24 +272,23 @@ def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
     second = gemms(("flat", 12.5), ("flat, next larger", 25.0), n=7168, k=2048)
     third = gemms(("flat", 20.0), length=80)
     assert (
-        "On the rows of the 2 workloads (flat rows, `measure gemm --layers`) the two GEMMs of "
+        "On the rows of the 2 workloads (flat rows, measure gemm --layers) the two GEMMs of "
         "flat, with the configs that it ships, are 0.50x the best peer in the median, 0.25x at "
         "the least (GEMM1 at T=7); with the best configs known 0.50x and 0.50x. From 16 active "
         "experts on, where reading bounds it, GEMM1 reads its weights at 12 to 25 % of the rate "
         "of a kernel that only reads them."
     ) in sentence(*first, *second, *third)
-    with pytest.raises(UsageError, match="no timing of ours"):
-        sentence(first[-1])
+    assert sentence(first[-1]) == "Not recorded.", "without a timing of ours beside a peer's"
     of_grid = measurement("gemm_study", [*first, *second, *gemms(("flat", 5.0))], rates=RATES)
     study = made(read(record(tmp_path, [trace(FLAT, 7, 1.0)], of_grid)), "gemm_study")
     assert "the median is 0.80x, the least 0.25x; 2 of them are below 1.0x." in study
 
 
 def test_the_ladder_compares_with_the_generation_above(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(blocks, "GENERATIONS", ("v1", "none of ours", "fused"))
+    monkeypatch.setattr(pages, "GENERATIONS", ("v1", "none of ours", "fused"))
     traces = [
         clocked(f"cutedsl_moe_fp8_{n}", 80, 9.0, ms) for n, ms in {"v1": 3, "fused": 2}.items()
     ]
-    (table,) = blocks.ladder(read(record(tmp_path, traces))).parts
+    (table,) = pages.ladder(read(record(tmp_path, traces)))
     assert list(table.frame["T=80"]) == ["3.000", "-", "2.000 (1.50x)"]
     assert list(table.frame["T=1"]) == ["-"] * 3

@@ -10,13 +10,11 @@ from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common.project import RESULTS_DIR
-from scripts.data.rows import Rows
 from scripts.pack import sources
-from scripts.report import generated, report
-from scripts.report.plots import image, latency_figure
-from scripts.table import pivots
-from scripts.table import recorded as recorded_module
-from scripts.table.recorded import read
+from scripts.publishing import pages, rankings, tables
+from scripts.publishing.plots import image, latency_figure, layers_figure
+from scripts.publishing.rankings import read
+from scripts.publishing.rows import Rows
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -77,7 +75,7 @@ def some_run(path: Path, *rows: list[dict], **info: Any) -> Path:
 
 
 def page_of(path: Path) -> tuple[str, Page]:
-    text = report.write(path).read_text(encoding="utf-8")
+    text = pages.write(path).read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
     return text, page
@@ -90,14 +88,15 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     page, recorded = Page(text), read(RECORD)
     assert len(page.ids) == len(set(page.ids))
     assert page.open == [] and len(text) < 2e6
-    assert {"ranking0", "gemm", "sweep", "environment"} <= set(page.ids)
+    heads = re.findall("<h2>(.*?)</h2>", text)
+    assert heads[0].startswith(recorded.main.hardware) and heads[1:] == [*pages.MORE, "Environment"]
     links = {load[1:] for load in page.loads if load.startswith("#")}
     assert links <= set(page.ids)
     pictures = [load for load in page.loads if load.startswith("data:image/svg+xml;base64,")]
     assert len(page.loads) == len(links) + len(pictures), "loads something"
     assert not re.search(r"@import|url\(", text)
-    # Latency by each clock, the GEMMs on the workloads' rows, and of each sweep.
-    assert len(pictures) == 2 + 1 + len(report.SWEEPS)
+    # Latency by each clock, a call, the GEMMs on the workloads' rows, and each sweep.
+    assert len(pictures) == 2 + 1 + 1 + len(pages.SWEEPS)
     assert "color-scheme: light dark" in text and 'name="viewport"' in text
     hardware, (gpu, *_) = recorded.main.hardware, recorded.info["environment"]["gpus"]
     assert hardware in page.words and gpu["driver"] in page.words
@@ -108,42 +107,85 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert latency[1][latency[0].index("flat")] == f"{of_flat.harness:.4f}/{of_flat.device:.4f}"
 
 
-def test_the_first_screen_is_the_verdict_and_its_picture(tmp_path: Path) -> None:
-    """Long parts of the page are folded."""
+def clocked_run(path: Path, *rows: list[dict]) -> Path:
+    flat = "cutedsl_moe_fp8_flat"
+    traces = [clocked(flat, 7, 1.0, 0.1), clocked(flat, 80, 2.0, 1.0)]
+    traces += [clocked("peer_a", 7, 2.0, 0.05), clocked("peer_a", 80, 1.0, 2.0)]
+    return record(path, traces, *rows)
+
+
+def test_the_page_begins_with_the_verdict_and_its_picture(tmp_path: Path, monkeypatch) -> None:
+    """Then the short table. Long parts of the page are folded, and remarks say what is not known
+    of the sources."""
+    monkeypatch.setattr(sources, "current", lambda *_: {"cutedsl_moe_fp8_flat": "2"})
     gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
     gemms = [gemm | {"subject": n, "peer": n == "p", "roofline": 1.0} for n in ("ours", "p")]
-    rates = {"copy_bytes_per_s": 1.0, "read_bytes_per_s": 1.0, "fp8_flops_per_s": 1.0}
-    text, _ = page_of(clocked_run(tmp_path, measurement("gemm_study", gemms, rates=rates)))
+    gemms[0] |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}
+    run = clocked_run(tmp_path, measurement("gemm_study", gemms, rates=RATES))
+    text, page = page_of(run)
     (first, *others) = text.split("<section")[1:]
-    places = [first.index(mark) for mark in ("<h2>", "<table", "<img", "<h3>Speed-ups")]
-    assert places == sorted(places) and first.count("<table", 0, places[2]) == 1
-    between = re.sub("<[^>]*>", "", first[places[0] : places[1]])
-    assert len(between) < 400, "the verdict is not far down"
+    verdict = "<p>All 2 solutions passed on all 2 workloads.</p>"
+    picture = "<h3>Device time of all solutions and the roofline</h3>"
+    marks = ("<h2>", verdict, picture, "<img", "<table", "<h3>Latency of", "<h3>Speed-ups")
+    places = [first.index(mark) for mark in marks]
+    assert places == sorted(places) and first.count("<table", 0, places[-1]) == 1
+    assert text.count("<img") == 2, "a picture by each clock"
     shown = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
     assert text.count("<details>") == 1 and shown.count("<table") == text.count("<table") - 1
     (folded,) = re.findall(r"<summary>(.*?)</summary>", text)
     assert folded.endswith(", in us")
     assert any("Grouped GEMM" in section for section in others)
+    assert "It is not known which sources of flat were measured." in page.words
+    assert "Since this measurement the source of flat has changed" in page.words
+    _, without = page_of(some_run(tmp_path / "without"))
+    assert "device" not in without.words.lower()
 
 
-def test_ratios_reasons_and_failures(tmp_path: Path) -> None:
-    skipped = {"flashinfer_moe": "unsupported on sm_90 (needs sm_100/103)"}
-    text, page = page_of(some_run(tmp_path, roofline(), skipped=skipped))
-    ranking = page.tables[0]
-    assert ranking[0][-1] == "vs best peer" and ranking[1][1] == "flat"
-    assert "wins: workloads on which the solution is the fastest." in page.words
-    assert "flashinfer_moe: unsupported on sm_90 (needs sm_100/103)" in page.words
-    latency = next(t for t in page.tables if "best peer / our best" in t[0])
-    assert [row[-1] for row in latency[1:]] == ["2.00x", "0.50x"]
-    failed = next(t for t in page.tables if "reason" in t[0])
-    assert failed[1] == ["peer_b", "7", "aaaa0000", "RUNTIME_ERROR", EVIL]
-    assert EVIL not in text and "&lt;script&gt;alert(1)" in text
+def test_without_a_gpu_the_page_begins_with_what_passed_and_the_recorded_times(
+    tmp_path: Path, monkeypatch
+) -> None:
+    environment = {"time": "2026-01-02T03:04"}
+    of_gpu = read(record(tmp_path / "gpu", [trace("x", 7, 1.0)], environment=environment))
+    monkeypatch.setattr(rankings, "recorded_runs", lambda definition: [of_gpu])
+    libs = {"device": "cpu", "timing": "wall clock"}
+    emulated = libs | {"emulated": "sm_90a"}
+    traces = [
+        *(trace(name, 7, 1.0, hardware="Some CPU", libs=libs) for name in "xy"),
+        trace("x", 80, None, status="INCORRECT_NUMERICAL", hardware="Some CPU", libs=libs),
+        trace("y", 80, 1.0, hardware="Some CPU", libs=libs),
+        trace("x", 7, 0.0, reference=0.0, hardware="Some CPU", libs=emulated),
+    ]
+    run = record(tmp_path / "cpu", traces, skipped={"z": "no GPU"})
+    text, _ = page_of(run)
+    (first, *others) = text.split("<section")[1:]
+    assert re.findall("<p>(.*?)</p>", first) == [
+        "1 of 2 solutions passed on all 2 workloads (reference model), x on 1; the one solution "
+        "passed on the one workload (kernels for sm_90a, emulated); nothing was timed; not run: "
+        "z: no GPU."
+    ]
+    assert first.count("<img") == 1 and "Recorded 2026-01-02; not measured in this run." in first
+    heads = [re.search("<h2>(.*?)</h2>", section)[1] for section in others]
+    by = "outputs of the"
+    assert heads == [
+        f"CPU (Some CPU), workloads of T=7, 80: {by} reference model",
+        f"CPU (Some CPU), workloads of T=7: {by} kernels for sm_90a, emulated",
+        "Recorded: GPU A: 1 workloads, 1 solutions",
+        "Environment",
+    ]
+    assert "INCORRECT_NUMERICAL" in others[0] and "Recorded 2026-01-02" in others[2]
+    assert text.count("<img") == 1, "no picture twice"
+    both = record(tmp_path / "both", [*traces, trace("x", 7, 1.0)])
+    assert "not measured in this run" not in page_of(both)[0], "it has a GPU's"
 
 
 def test_what_traces_say_is_escaped(tmp_path: Path) -> None:
     libs = {"timing": EVIL, "tolerance": EVIL}
     text, _ = page_of(record(tmp_path, [trace("x", 7, 1.0, hardware=EVIL, libs=libs)]))
     assert EVIL not in text and text.count("&lt;script&gt;alert(1)") > 3
+    text, page = page_of(some_run(tmp_path, skipped={"flashinfer_moe": EVIL}))
+    assert f"not run: flashinfer_moe: {EVIL}" in page.words and EVIL not in text
+    failed = next(t for t in page.tables if "reason" in t[0])
+    assert failed[1] == ["peer_b", "7", "aaaa0000", "RUNTIME_ERROR", EVIL]
 
 
 def test_without_rates_of_this_gpu_no_roofline_is_drawn_and_the_page_says_so(
@@ -153,7 +195,6 @@ def test_without_rates_of_this_gpu_no_roofline_is_drawn_and_the_page_says_so(
     assert "no roofline is drawn" in page.words and "roofline / best" not in text
     traces = [trace("x", 7, 1.0), trace("x", 7, 2.0, hardware="GPU B")]
     _, page = page_of(record(tmp_path / "rates of GPU A", traces, roofline()))
-    assert {"ranking0", "ranking1"} <= set(page.ids)
     assert "GPU A: 1 workloads" in page.words and "GPU B: 1 workloads" in page.words
     assert page.words.count("no roofline is drawn") == 1, "on the GPU that has none"
     assert page.words.count("roofline / best") == 1
@@ -163,20 +204,20 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
     traces = [trace("x", 7, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds")]
     text, page = page_of(record(tmp_path, traces))
     assert "TIMEOUT" in page.words and "<img" not in text
-    assert not {"gemm", "sweep"} & {*page.ids}, "nothing was measured"
+    assert re.findall("<h2>(.*?)</h2>", text)[1:] == ["Environment"], "nothing was measured"
 
 
 def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
     recorded = read(some_run(tmp_path, roofline()))
     ranking = recorded.main
-    (ax,) = latency_figure(ranking, recorded.roofline_ms(ranking)).axes
+    (ax,) = latency_figure(ranking).axes
     lines = {line.get_label(): line for line in ax.get_lines()}
     assert set(lines) == {"flat", "peer_a", "roofline"}, "peer_b has no time"
     assert list(lines["flat"].get_ydata()) == [1.0, 2.0]
-    assert list(lines["roofline"].get_ydata()) == list(recorded.roofline_ms(ranking).values())
+    assert list(lines["roofline"].get_ydata()) == list(ranking.limits.roofline)
     assert (lines["flat"].get_linestyle(), lines["peer_a"].get_linestyle()) == ("-", "--")
     gap = [trace("x", 7, 1.0), trace("x", 80, None, status="TIMEOUT"), trace("x", 901, 3.0)]
-    (ax,) = latency_figure(read(record(tmp_path / "gap", gap)).main, {}).axes
+    (ax,) = latency_figure(read(record(tmp_path / "gap", gap)).main).axes
     assert list(ax.get_lines()[0].get_ydata()) == [1.0, 3.0], "one line"
 
 
@@ -195,8 +236,8 @@ def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
         for tokens, (pairs, us) in workloads.items()
     ]
     made = in_memory("gemm_layers", rows, rates=RATES)
-    reads, computes = report.gemm_figure(made).axes
-    f = pivots.gemm_frame(made, "gemm_layers").set_index(["subject", "tokens"])
+    reads, computes = layers_figure(made).axes
+    f = tables.gemm_frame(made, "gemm_layers").set_index(["subject", "tokens"])
     lines = {line.get_label(): line for line in reads.get_lines()}
     assert [label for label in lines if not label.startswith("_")] == ["flat", "roofline", "p"]
     assert list(lines["flat"].get_ydata()) == [f.gbytes["flat", 7] / 1e3]
@@ -204,6 +245,26 @@ def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
     ours, peer = computes.get_lines()
     assert list(ours.get_xdata()) == list(peer.get_xdata()) == [1, 2]
     assert list(ours.get_ydata()) == [f.tflops["flat", tokens] for tokens in (80, 901)]
+
+
+def test_a_call_whose_tokens_are_quantised_before_is_not_compared() -> None:
+    """Of a figure that comes twice the last counts."""
+    times = (
+        ("experts fp8", False, 1.0),
+        ("experts bf16", False, 9.0),
+        ("experts bf16", False, 4.0),
+    )
+    case = {"tokens": 7, "active": 1, "pairs": 1, "roofline": 2.0, "clock": "device"}
+    rows = [
+        case | {"subject": name, "peer": peer, "value": ms}
+        for name, peer, ms in (*times, ("a peer", True, 6.0))
+    ]
+    (line,) = tables.sweep_table(in_memory("sweep", rows), "sweep").frame.to_dict("records")
+    assert line == {
+        "T": "7", "active": "1", "pairs": "1", "roofline": "2.000", "experts fp8": "-/1.0000",
+        "experts bf16": "-/4.0000*", "a peer": "-/6.0000", "roofline / best": "-/50 %",
+        "best peer / our best": "-/1.50x",
+    }  # fmt: skip
 
 
 BESIDE = [("flat, next smaller", False, 40.0), ("flat, next larger", False, 70.0)]
@@ -240,8 +301,8 @@ def test_the_table_of_gemms_has(name: str) -> None:
         for subject, peer, us in subjects
     ]
     rows.append(rows[0] | {"rows": 1.0, "pairs": 8, "value": 9.0})
-    f = pivots.gemm_frame(in_memory("gemm_study", rows), "gemm_study")
-    found = pivots.gemm_table(f).frame.to_dict("records")[int("rows" in more)]
+    f = tables.gemm_frame(in_memory("gemm_study", rows), "gemm_study")
+    found = tables.gemm_table(f).frame.to_dict("records")[int("rows" in more)]
     assert found.items() >= expected.items()
     assert [column for column in found if column in expected] == list(expected)
     assert not any(", next" in column for column in found), "they only say what is best known"
@@ -269,13 +330,13 @@ def test_the_environment_is_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(report, "NEEDED", ("jinja2", "no_such_package"))
+    monkeypatch.setattr(pages, "NEEDED", ("jinja2", "no_such_package"))
     done = call("report", some_run(tmp_path))
     assert done.returncode == 2 and "without no_such_package: " in done.stderr
 
 
 def test_the_run_is_the_given_one_or_the_latest(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(recorded_module, "TRACES_DIR", tmp_path)
+    monkeypatch.setattr(rankings, "TRACES_DIR", tmp_path)
     assert "no run in" in call("report").stderr
     runs = [some_run(tmp_path / name) for name in ("1", "2")]
     for run, arguments in ((runs[1], []), (runs[0], [runs[0] / "traces.jsonl"])):
@@ -293,55 +354,6 @@ def test_the_page_goes_where_it_is_told_and_compares_the_peers_that_are_named(
     assert "vs best peer" not in Page(out.read_text()).words, "the only peer did not pass"
 
 
-# --- two clocks, sources, and the roofline --------------------------------------------------------
-
-
-def clocked_run(path: Path, *rows: list[dict]) -> Path:
-    flat = "cutedsl_moe_fp8_flat"
-    traces = [clocked(flat, 7, 1.0, 0.1), clocked(flat, 80, 2.0, 1.0)]
-    traces += [clocked("peer_a", 7, 2.0, 0.05), clocked("peer_a", 80, 1.0, 2.0)]
-    return record(path, traces, *rows)
-
-
-def test_device_times_have_their_figure_and_columns(tmp_path: Path) -> None:
-    text, page = page_of(clocked_run(tmp_path, roofline()))
-    assert text.count("<img") == 2, "latencies by each clock"
-    assert "Latency, over the workloads" in page.words
-    assert "Device time, over the workloads" in page.words
-    (latency,) = [t for t in page.tables if "best peer / our best" in t[0]]
-    assert latency[0][2:4] == ["reference", "roofline"]
-    shares = [("8 %/154 %", "2.00x/0.50x"), ("31 %/31 %", "0.50x/2.00x")]
-    assert latency[0][-2] == "roofline / best" and [tuple(r[-2:]) for r in latency[1:]] == shares
-    flat = latency[0].index("flat")
-    assert [row[flat] for row in latency[1:]] == ["1.0000*/0.1000", "2.0000/1.0000*"]
-    short = dict(zip(*page.tables[0][:2], strict=True))
-    assert (short["solution"], short["device ms"]) == ("flat", "0.550")
-    assert short["of the limit"] == "54 %"  # 77 % of 0.1 ms and 31 % of 1.0 ms
-    _, without = page_of(some_run(tmp_path / "without"))
-    assert "device" not in without.words.lower()
-
-
-def test_the_page_says_which_sources_have_changed(tmp_path: Path, monkeypatch) -> None:
-    of_run = {"cutedsl_moe_fp8_flat": "1", "peer_a": "1", "peer_b": "1"}
-    now = {"cutedsl_moe_fp8_flat": "2", "peer_a": "1"}
-    monkeypatch.setattr(sources, "current", lambda *_: now)
-    gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
-    gemm |= {"subject": "flat", "peer": False, "roofline": 1.0}
-    gemm |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}
-    rates = {"copy_bytes_per_s": 1.0, "read_bytes_per_s": 1.0, "fp8_flops_per_s": 1.0}
-    rows = measurement("gemm_study", [gemm, gemm | {"subject": "p", "peer": True}], rates=rates)
-    run = some_run(tmp_path, rows, solutions=of_run)
-    _, page = page_of(run)
-    assert "Since this run the source of flat has changed" in page.words
-    assert "Since this measurement the source of flat has changed" in page.words
-    now["cutedsl_moe_fp8_flat"] = "1"
-    _, page = page_of(run)
-    assert "changed." not in page.words and "not known" not in page.words
-
-
-# --- names and files that are not as they should be -----------------------------------------------
-
-
 def test_names_are_no_formulas(tmp_path: Path) -> None:
     names = ["$\\frac$", "$x$", "a$b$c", "\\alpha_{", "x\x1b[31m"]
     gpu = "GPU " + " ".join(names)
@@ -350,7 +362,4 @@ def test_names_are_no_formulas(tmp_path: Path) -> None:
     assert "\x1b" not in text
     for name in names:
         assert name.replace("\x1b", "\\x1b") in page.words
-    ((_, picture),) = generated.pictures(
-        "<!-- generated: latency_plot -->\n<!-- /generated -->", read(run)
-    )
-    assert image(picture.figure(), "png")
+    assert image(latency_figure(read(run).main), "png")

@@ -16,9 +16,8 @@ from small_record import UUIDS, measurement, record, trace, write
 
 from scripts.common.command_line import UsageError
 from scripts.common.project import DEFINITION
-from scripts.data import results, rows, traces
-from scripts.data.rows import Writer
-from scripts.data.traces import read_results
+from scripts.publishing import rows
+from scripts.publishing.rows import Writer, read_results
 
 CASE = {"uuid": UUIDS[7], "tokens": 7, "hash": "1"}
 NAN, INFINITE = float("nan"), float("inf")
@@ -35,8 +34,8 @@ def read_one(place: Path, made: Any, *measurements: list[dict], **info: Any) -> 
 
 
 def test_the_columns_are_those_of_a_result() -> None:
-    row = results.result_of(trace("x", 7, 1.0), "a file", {}, {}, {})
-    assert row is not None and sorted(row) == sorted(results.COLUMNS)
+    row = rows.result_of(trace("x", 7, 1.0), "a file", {}, lambda *_: ({}, {}, {}))
+    assert row is not None and sorted(row) == sorted(rows.COLUMNS)
 
 
 # --- writing rows ---------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "a" / "traces.jsonl"
     file.parent.mkdir()
     file.touch()
-    assert traces.trace_files([tmp_path, file, file.parent]) == [file]
+    assert rows.trace_files([tmp_path, file, file.parent]) == [file]
 
 
 def test_rows_are_in_the_file_as_soon_as_they_come(tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def add_rows(path: Path) -> None:
 
 
 def add_trace(path: Path) -> None:
-    traces.append(path, [made_trace("x")])
+    rows.append_traces(path, [made_trace("x")])
 
 
 ROWS = ("rows.jsonl", add_rows, lambda path: len(rows.read(path).rows))
@@ -288,7 +287,7 @@ def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
     def work(number: int) -> None:
         begin.wait()
         for i in range(5):
-            traces.append(path, [made_trace(f"{number}.{i}")])
+            rows.append_traces(path, [made_trace(f"{number}.{i}")])
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
     for thread in threads:
@@ -323,7 +322,7 @@ REASONS = [
     (failed(""), "RUNTIME_ERROR", "no reason recorded"),
     (failed("compiling\nkilled by the system\n\n"), "RUNTIME_ERROR", "killed by the system"),
     (failed("after a timeout\nKeyError: 'x'\nended\n"), "RUNTIME_ERROR", "KeyError: 'x'"),
-    (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + results.MAX_REASON - 3] + "..."),
+    (failed(LONG), "RUNTIME_ERROR", LONG[12 : 12 + rows.MAX_REASON - 3] + "..."),
     (performed(latency_ms=0.0), "INVALID", "a latency of 0.0 ms is no measurement"),
     (performed(latency_ms=INFINITE), "INVALID", "a latency of inf ms is no measurement"),
 ]
@@ -390,7 +389,7 @@ NOT_SAME = [
 def test_why_figures_of_now_do_not_belong_to_a_result(was, now, hardware, reason, tmp_path) -> None:
     path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0, libs={"solution_hash": was})])
     (found,) = read_results([path]).itertuples()
-    assert traces.why_not_same(found, now, hardware) == reason
+    assert rows.why_not_same(found, now, hardware) == reason
 
 
 # --- figures join the results that they belong to -------------------------------------------------
@@ -471,11 +470,11 @@ def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) 
     bit = {"part": "again", "compared": 7, "hash": "1"}
     bits = measurement("bits", [bit | {"differ": 1}, bit | {"hash": "2", "differ": 2}])
     same = measurement("bits", [bit | {"differ": 0}])
-    run = record(tmp_path, [ours(), ours("y"), ours("z", hash="2")], times, again, bits, same)
-    x, y, z = read_results([run]).itertuples()
+    traces = [ours(), ours("y"), ours("z", hash="2"), ours("of another source", hash="3")]
+    x, y, z, other = read_results([record(tmp_path, traces, times, again, bits, same)]).itertuples()
     assert (x.device, y.device) == (1.5, 2.0)
     assert x.harness_spread == y.harness_spread > 0 and x.cosine == y.cosine == 0.5
-    assert [of.checks["again"]["differ"] for of in (x, y, z)] == [0, 0, 2]
+    assert [of.checks["again"]["differ"] for of in (x, y, z)] == [0, 0, 2] and other.checks == {}
 
 
 def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:
