@@ -174,8 +174,11 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """Return the programs by name. The other scripts are libraries."""
-    every = sorted((ROOT / "scripts" / "programs").glob("*.py"))  # options.py is their library
-    return {path.stem: path for path in every if path.stem != "options"}
+    scripts = ROOT / "scripts"
+    every = {
+        path.stem: path for folder in ("programs", "") for path in (scripts / folder).glob("*.py")
+    }
+    return {name: every[name] for name in sorted(every) if name != "options"}
 
 
 def docstring(path: Path) -> str:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from fake_cuda import Kernel
 
+from scripts import measure
 from scripts.common.command_line import UsageError
 from scripts.common.project import ROOT
 from scripts.common.roofline import pair_flops, roofline_ms, stepwise_ms, weight_bytes
 from scripts.data import rows
-from scripts.measure import gpu, roofline, timing
-from scripts.measure.gemm_problems import Histogram
-from scripts.programs import measure
+from scripts.measuring import clock, layers
+from scripts.measuring.cases import Histogram
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-25"
@@ -63,9 +63,9 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     """Either tensor once a replay."""
     import torch
 
-    from scripts.measure import gemm_variants
+    from scripts.measuring import gemm
 
-    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(clock, "gpu_arch", lambda: "sm_90a")
     layer: Any = types.SimpleNamespace(gemms=((256, 128), (128, 256)))
     properties = type("Properties", (), {"multi_processor_count": 4})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -78,22 +78,22 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         asked.append((tuple(weights.shape), experts.tolist()))
         return [lambda: launched.append("read")] * 2
 
-    monkeypatch.setattr(gemm_variants, "readers", readers)
+    monkeypatch.setattr(gemm, "readers", readers)
     spans = {"a 0": 0.06, "a 1": 0.04, "b 0": 0.1, "b 1": 0.12}
 
-    def clock(calls, repeats):
+    def timed(calls, repeats):
         launched.clear()
         next(iter(calls.values()))()
         assert launched == ["read"] * 2, "both tensors"
         return {name: {"ms": spans[name]} for name in calls}
 
-    monkeypatch.setattr(timing, "device_times", clock)
+    monkeypatch.setattr(layers, "device_times", timed)
     found = [
         Histogram("a", 1, (0, 1, 2)),
         Histogram("b", 2, (1, 0, 0)),
         Histogram("none", 3, (0, 0, 0)),
     ]
-    read = roofline.measure_reading(found, 3, layer)
+    read = layers.measure_reading(found, 3, layer)
     assert read == pytest.approx({"a": 0.040, "b": 0.100, "none": 0.0})
     assert asked == [
         ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),
@@ -107,8 +107,8 @@ def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys)
     def reading(found, repeats, layer):
         return {h.uuid: 1e-4 * h.tokens for h in found}
 
-    monkeypatch.setattr(roofline, "measure_reading", reading)
-    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(layers, "measure_reading", reading)
+    monkeypatch.setattr(clock, "measure_rates", lambda: RATES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
     monkeypatch.setattr(sys, "argv", ["measure.py", "roofline", "--run", str(tmp_path)])
@@ -146,7 +146,7 @@ def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> Non
     monkeypatch.setattr(torch, "sum", kernels["read"])
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **kind: kernels["multiply"]())
     seconds = {}
-    found = gpu.measure_rates.__wrapped__()
+    found = clock.measure_rates.__wrapped__()
     for name, kernel in kernels.items():
         assert len(kernel.took) == 12
         seconds[name] = 1e-3 * statistics.median(kernel.took[-10:])
@@ -155,6 +155,6 @@ def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> Non
         {
             "copy_bytes_per_s": 2 * size / seconds["copy"],
             "read_bytes_per_s": size / seconds["read"],
-            "fp8_flops_per_s": 2 * math.prod(gpu.PRODUCT) / seconds["multiply"],
+            "fp8_flops_per_s": 2 * math.prod(clock.PRODUCT) / seconds["multiply"],
         }
     )

@@ -14,6 +14,7 @@ from fake_cuda import Kernel
 from flashinfer_bench.data import Workload
 from small_record import trace, write
 
+from scripts import measure
 from scripts.common.command_line import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -23,12 +24,11 @@ from scripts.common.command_line import (
 )
 from scripts.common.definitions import find
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset, rows, traces
-from scripts.measure import plan, times, timing
-from scripts.measure.plan import Plan
-from scripts.measure.timing import Returning, Timed
+from scripts.data import rows, traces
+from scripts.measuring import cases, clock, layers
+from scripts.measuring.cases import Plan
+from scripts.measuring.clock import Returning, Timed
 from scripts.pack import pack
-from scripts.programs import measure
 
 VANDAL = small.RIGHT + "    x.zero_()\n    w.mul_(2)\n"
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -46,7 +46,7 @@ def measured(solutions: list, **options: Any) -> dict[tuple[str, str], dict[str,
     pairs = {(w.workload.uuid, s.name) for w in workloads for s in solutions}
     what = Plan(trace_set, solutions, workloads, options.get("pairs", pairs), "GPU A", {}, [])
     into = rows.Writer("times", "GPU A", "m")
-    times.of_plan(what, into, "cpu", 5, 0)
+    layers.measure_plan(what, into, "cpu", 5, 0)
     assert len(into.rows) == len(options.get("pairs", pairs)), "one each: nothing is timed"
     return {(row["uuid"], row["subject"]): row for row in into.rows}
 
@@ -62,7 +62,7 @@ def test_figures_of_right_and_wrong_solutions() -> None:
     assert by_name["right"]["hash"] == solutions[0].hash()
     assert by_name["returns"]["cosine"] > 0.9999
     assert by_name["wrong"]["cosine"] < -0.9999
-    ratios = times.metrics(torch.tensor([12.3, 11.5]), torch.full((2,), 10.0))["matched_ratios"]
+    ratios = layers.metrics(torch.tensor([12.3, 11.5]), torch.full((2,), 10.0))["matched_ratios"]
     assert ratios["0.2/0.1"] == 0.5, "within 0.2 of the reference and 0.1"
     assert by_name["fails"]["error"] == "KeyError: 'a'"
     assert list(measured(solutions, pairs={("uuid-3-0", "wrong")})) == [("uuid-3-0", "wrong")]
@@ -72,7 +72,7 @@ def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> 
     found = measured([small.solution("vandal", VANDAL), small.solution("right")])
     assert found["uuid-3-0", "vandal"]["inputs_changed"] == ["x", "w"]
     nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
-    assert times.changed(small.definition(), [nan, -zero, 2.0], [nan, zero, 2.0]) == ["w"]
+    assert layers.changed(small.definition(), [nan, -zero, 2.0], [nan, zero, 2.0]) == ["w"]
     right = found["uuid-3-0", "right"]
     assert "inputs_changed" not in right and right["calc_diff"] < 1e-5, "the weights are everyone's"
 
@@ -84,14 +84,14 @@ def test_an_output_that_is_not_written_is_wrong() -> None:
 
 def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypatch) -> None:
     """A reference that exits on one workload, inputs of another, a solution that exits."""
-    real = dataset.Inputs.of
+    real = cases.Inputs.of
 
-    def of(self: dataset.Inputs, workload: Workload) -> list:
+    def of(self: cases.Inputs, workload: Workload) -> list:
         if workload.uuid == "uuid-2-1":
             raise UsageError("no file")
         return real(self, workload)
 
-    monkeypatch.setattr(dataset.Inputs, "of", of)
+    monkeypatch.setattr(cases.Inputs, "of", of)
     exits = "    import sys; sys.exit(0)\n"
     reference = small.REFERENCE.replace("    return", f"    if len(x) == 3:\n    {exits}    return")
     solutions = [small.solution("right"), small.solution("exits", small.RIGHT + exits)]
@@ -111,13 +111,13 @@ def out_of_memory(*arguments: object) -> None:
 @pytest.fixture
 def calls(cuda, monkeypatch):
     """Calls on a GPU whose output should be 1, and what they ran."""
-    monkeypatch.setattr(times, "run_reference", lambda *_: (torch.ones(2), 0.1))
-    monkeypatch.setattr(timing, "HARNESS_EVENTS", True)
+    monkeypatch.setattr(layers, "run_reference", lambda *_: (torch.ones(2), 0.1))
+    monkeypatch.setattr(clock, "HARNESS_EVENTS", True)
 
     def harness_times(call: Timed, repeats: int) -> dict:
         return out_of_memory() if call.arguments[0] == "harness" else {"ms": 0.5}
 
-    monkeypatch.setattr(timing, "harness_times", harness_times)
+    monkeypatch.setattr(clock, "harness_times", harness_times)
 
     def call(name: str, value: float = 1.0, kind=Timed) -> Timed:
         kernel = Kernel(cuda, name, value=lambda n: value)
@@ -146,8 +146,10 @@ def calls(cuda, monkeypatch):
 def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cuda) -> None:
     """Memory runs out for a call's buffers, or for the harness's copies of its arguments."""
     into = rows.Writer("times", "GPU A", "m")
-    case = times.Case(small.definition(), {"tokens": 2}, [], 0.1, limit=2e-3)
-    times.measure(into, case, calls, {"right": {"peer": False}}, 3)
+    case = layers.Case(small.definition(), {"tokens": 2}, [], 0.1, limit=2e-3)
+    subjects = {name: (prepare, {}) for name, prepare in calls.items()}
+    subjects["right"] = calls["right"], {"peer": False}
+    layers.measure_calls(into, case, subjects, 3)
     found = {(row["subject"], row.get("clock", "")): row for row in into.rows}
     for name in ("right", "returns"):
         assert found[name, ""]["calc_diff"] == 0
@@ -156,7 +158,7 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cu
         assert found[name, "harness"]["value"] == 0.5 and device["roofline"] == 0.1
         assert all(found[name, clock]["tokens"] == 2 for clock in ("", "device"))
     assert found["right", "device"]["peer"] is False and "peer" not in found["returns", ""]
-    assert cuda.called_on == {timing.own_stream()}, "a solution keeps its buffers for each"
+    assert cuda.called_on == {clock.own_stream()}, "a solution keeps its buffers for each"
     errors = {row["subject"]: row["error"] for row in into.rows if "error" in row}
     assert errors == {
         "harness": OUT_OF_MEMORY,
@@ -170,14 +172,14 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cu
 
 def test_what_flashinfer_bench_has_judged_is_timed_though_it_is_wrong(calls) -> None:
     into = rows.Writer("times", "GPU A", "m")
-    case = times.Case(small.definition(), {}, [])
-    times.measure(into, case, {"wrong": calls["wrong"]}, {}, 3)
+    case = layers.Case(small.definition(), {}, [])
+    layers.measure_calls(into, case, {"wrong": (calls["wrong"], {})}, 3)
     assert [row.get("clock") for row in into.rows] == [None, "device", "harness"]
 
 
 def test_one_clock_where_the_harness_has_the_devices(calls, monkeypatch) -> None:
-    monkeypatch.setattr(timing, "HARNESS_EVENTS", False)
-    found = timing.both_times({"right": calls["right"]()}, 3)
+    monkeypatch.setattr(clock, "HARNESS_EVENTS", False)
+    found = clock.both_times({"right": calls["right"]()}, 3)
     assert list(found["right"]) == ["device"] and found["right"]["device"]["method"] == "graph"
 
 
@@ -246,7 +248,7 @@ def test_code_of_the_data_set_is_run_again_only_where_asked_for(
     assert "left out: theirs: code of the data set" in capsys.readouterr().err
     assert pairs_of(tmp_path) == [(3, "right")]
     # As on a machine with a GPU, where others' code can run.
-    monkeypatch.setattr(plan, "split_available", lambda may, *_: (list(may), {}))
+    monkeypatch.setattr(cases, "split_available", lambda may, *_: (list(may), {}))
     assert program("--run", str(tmp_path), "--run-foreign") == EXIT_OK
     assert (3, "theirs") in pairs_of(tmp_path)
 
@@ -258,14 +260,14 @@ def test_an_interrupt_keeps_the_workloads_so_far(
     first, second = json.loads(path.read_text()), json.loads(path.read_text())
     second["workload"] |= {"uuid": "uuid-40-1", "axes": {"seq_len": 40}}
     write(path, [first, second])
-    real = times.run_reference
+    real = layers.run_reference
 
     def stop(definition, inputs):
         if len(inputs[0]) == 40:
             raise KeyboardInterrupt
         return real(definition, inputs)
 
-    monkeypatch.setattr(times, "run_reference", stop)
+    monkeypatch.setattr(layers, "run_reference", stop)
     assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
     assert "1 rows added" in capsys.readouterr().err
     cosine = traces.read_results([path]).set_index("tokens").cosine
@@ -317,7 +319,7 @@ def test_a_run_is_of_the_definition_that_it_names(tmp_path: Path, monkeypatch) -
     (tmp_path / "run.json").write_text(json.dumps({"definition": find("glm5").name}))
     for given, wanted in ([], "glm5"), (["--definition", "qwen3_30b"], "qwen3_30b"):
         monkeypatch.setattr(sys, "argv", ["measure.py", "bits", "--run", str(tmp_path), *given])
-        (layer,) = measure.parse_arguments().definition
+        layer = measure.parse_arguments().definition
         assert layer.short == wanted
 
 
@@ -336,7 +338,7 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
     def load(root: Path, definition: object):
         raise pack.PackError("gen.py: no docstring")
 
-    monkeypatch.setattr(plan, "load_with_ours", load)
+    monkeypatch.setattr(cases, "load_with_ours", load)
     with pytest.raises(SystemExit) as ended:
         run_main(program)
     assert ended.value.code == EXIT_FAILED
@@ -348,10 +350,10 @@ def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> Non
 
 def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(plan, "this_machine", lambda use_gpu: asked.append(use_gpu))
-    monkeypatch.setattr(plan, "split_available", lambda may, *_: (list(may), {}))
-    found = plan.choose(ROOT, True)
-    plan.choose(ROOT, False)
+    monkeypatch.setattr(cases, "this_machine", lambda use_gpu: asked.append(use_gpu))
+    monkeypatch.setattr(cases, "split_available", lambda may, *_: (list(may), {}))
+    found = cases.choose(ROOT, True)
+    cases.choose(ROOT, False)
     assert asked == [True, False]
     assert "theirs" not in {s.name for s in found.solutions}, "not asked for"
 
@@ -359,24 +361,20 @@ def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
 @pytest.mark.all
 def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
     """Our own solutions as they are packed: the peers are GPU code."""
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
-    what = plan.choose(ROOT, False, workloads=["1"])
+    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, found: None)
+    what = cases.choose(ROOT, False, workloads=["1"])
     names = {s.name for s in what.solutions}
     assert names == {g.name for g in pack.generations() if g.path.parent.name == "ladder"}
     assert what.pairs == {(what.workloads[0].workload.uuid, name) for name in names}
     left_out = capsys.readouterr().err
     assert "triton_moe" in left_out and ": needs a GPU" in left_out
     with pytest.raises(UsageError, match="no solution can run here"):
-        plan.choose(ROOT, False, solutions=["triton_moe"])
+        cases.choose(ROOT, False, solutions=["triton_moe"])
 
 
-def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch, tmp_path, capsys) -> None:
+def test_the_data_sets_copy_of_ours_is_replaced_and_said(monkeypatch) -> None:
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(plan, "packed_solutions", lambda packed: [small.solution("a")])
-    trace_set, found = plan.load_with_ours(ROOT)
+    monkeypatch.setattr(cases, "packed_solutions", lambda packed: [small.solution("a")])
+    trace_set, found = cases.load_with_ours(ROOT)
     assert [s.name for s in found] == ["a"]
     assert "a" in {s.name for s in trace_set.solutions[DEFINITION]}
-    dataset.say_whose_reference(ROOT)
-    assert "reference" not in capsys.readouterr().err
-    dataset.say_whose_reference(tmp_path)
-    assert f"{tmp_path}: the reference of its definition is run" in capsys.readouterr().err

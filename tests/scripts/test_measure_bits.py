@@ -15,7 +15,7 @@ from small_record import ranked, trace
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.data import rows
-from scripts.measure import bits as measured
+from scripts.measuring import layers
 from scripts.report import generated, report
 from scripts.table import rank_text, recorded, tables
 
@@ -38,7 +38,7 @@ EVERY = ["again", "after others", "reversed", "doubled", "alone", "7 at a time",
 
 @pytest.fixture
 def as_many_as_on_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(measured, "CPU_CALLS", measured.CALLS)
+    monkeypatch.setattr(layers, "CPU_BATCHES", layers.BATCHES)
 
 
 def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
@@ -51,7 +51,7 @@ def inputs(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
 def looked_at(content: str, **options: Any) -> dict[str, Any]:
     into = rows.Writer("bits", "GPU A", "m")
     of = [small.solution("x", content)]
-    measured.measure(into, {}, small.definition(), of, inputs(**options), "cpu")
+    layers.measure_bits(into, {}, small.definition(), of, inputs(**options), "cpu")
     told = ("compared", "differ", "largest")
     return {row["part"]: {name: row[name] for name in told} for row in into.rows}
 
@@ -88,20 +88,20 @@ def test_how_many_and_how_far(as_many_as_on_a_gpu) -> None:
     found = looked_at(FEW)
     assert found["80 at a time"] == {"compared": TOKENS, "differ": 20, "largest": 1.0}
     nan = torch.full((2, 3), torch.nan)
-    assert measured.compare(nan, nan.clone())["differ"] == 0
-    assert measured.compare(nan, torch.ones(2, 3))["largest"] == float("inf")
+    assert layers.compare(nan, nan.clone())["differ"] == 0
+    assert layers.compare(nan, torch.ones(2, 3))["largest"] == float("inf")
     zeros = torch.zeros(2, 3)
-    assert measured.compare(-zeros, zeros)["differ"] == 2
+    assert layers.compare(-zeros, zeros)["differ"] == 2
 
 
 def test_batches_without_an_output_are_left_out_and_the_others_evenly_drawn() -> None:
     output = torch.ones(TOKENS, 2)
     output[10:50] = 0
-    alone = measured.batches(output, 1, 1000)
+    alone = layers.batches(output, 1, 1000)
     assert [int(index) for index in alone] == [*range(10), *range(50, TOKENS)]
-    few = [int(index) for index in measured.batches(output, 1, 5)]
+    few = [int(index) for index in layers.batches(output, 1, 5)]
     assert few == [0, 54, 69, 84, 99]
-    assert [int(index[0]) for index in measured.batches(output, 7, 1000)][:3] == [0, 7, 49]
+    assert [int(index[0]) for index in layers.batches(output, 7, 1000)][:3] == [0, 7, 49]
     # What has no output at all has only the checks of all tokens.
     assert "alone" not in looked_at(OWN, zeros=slice(None))
 
@@ -126,7 +126,7 @@ def test_tokens_are_taken_along_their_own_axis() -> None:
     scale, w = torch.randn(small.WIDTH, 5), torch.ones(small.WIDTH, small.WIDTH)
     index = torch.tensor([4, 0, 4])
     definition = Definition.model_validate(given)
-    part = measured.part(definition, [x, scale, w, 2.0], index)
+    part = layers.part(definition, [x, scale, w, 2.0], index)
     assert torch.equal(part[0].float(), x.float()[index])
     assert torch.equal(part[1], scale[:, index]) and part[1].is_contiguous()
     assert part[2] is w and part[3] == 2.0
@@ -146,13 +146,12 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
             self.call()
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(measured, "capture", Graph)
-    monkeypatch.setattr(measured, "waits", lambda call: False)
+    monkeypatch.setattr(layers, "capture", Graph)
+    monkeypatch.setattr(layers, "waits", lambda call: False)
 
     def replayed(solution: Any) -> torch.Tensor | str:
         runnable = build(small.definition(), solution)
-        looked = measured.Solution(runnable, inputs(3), "cpu")
-        return measured.replayed(looked, lambda: seen.append("others"))
+        return layers.replayed(runnable, inputs(3), "cpu", lambda: seen.append("others"))
 
     output = replayed(small.solution("x", OWN))
     assert seen == ["others", "replay"] and torch.equal(output, (2 * inputs(3)[0]).bfloat16())
@@ -160,7 +159,7 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
     assert replayed(small.solution("half", half))[1:].isnan().all(), "what is not written shows"
     returns = "def run(x, w, factor):\n    return x\n"
     assert replayed(small.solution("returns", returns, dps=False)) == "returns its output"
-    monkeypatch.setattr(measured, "waits", lambda call: True)
+    monkeypatch.setattr(layers, "waits", lambda call: True)
     assert replayed(small.solution("x", OWN)) == "its host waits for the GPU"
     assert tables._check({"not_tried": "its host waits for the GPU"}) == "-"
 

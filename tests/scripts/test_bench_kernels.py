@@ -28,8 +28,8 @@ SCRIPT = """
 import json, sys
 from flashinfer_bench.data import Solution
 from scripts.common.command_line import run_main
-from scripts.measure import plan
-from scripts.programs import bench
+from scripts.measuring import cases as plan
+from scripts import bench
 
 packed, breakages = plan.packed_solutions, json.loads(sys.argv.pop(1))
 

@@ -20,28 +20,25 @@ from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
 from scripts.data import rows, workload_specs
-from scripts.measure import gemm, gemm_variants, gpu
-from scripts.measure.gemm import Timing, run_problem
-from scripts.measure.gemm_problems import (
+from scripts.measuring import clock, gemm
+from scripts.measuring.cases import Histogram, histograms
+from scripts.measuring.clock import Timed
+from scripts.measuring.gemm import (
     BLOCK,
     LAYER_SHAPES,
     SOLUTIONS,
-    Histogram,
-    Problem,
-    grid_problems,
-    histograms,
-    layer_problems,
-)
-from scripts.measure.gemm_variants import (
     Checker,
     Operands,
+    Problem,
     Variant,
     Weights,
+    grid_problems,
     heuristic,
+    layer_problems,
     ours,
+    run_problem,
     weights,
 )
-from scripts.measure.timing import Timed
 from scripts.table import pivots
 
 CPU = torch.device("cpu")
@@ -75,7 +72,7 @@ def peers(monkeypatch):
     deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked = noting
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
     monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel(DEEPSEEK_V3))
-    found = gemm_variants.deepgemm_variants() + gemm_variants.sgl_variants()
+    found = gemm.deepgemm_variants() + gemm.sgl_variants()
     return SimpleNamespace(variants=found, expected=expected)
 
 
@@ -207,7 +204,7 @@ def test_the_table_has_the_rates_of_ours() -> None:
     assert table["a peer"][1] == "10.0*"
 
 
-def clock(calls, repeats):
+def timed(calls, repeats):
     """Replace the timing: a launch of ours takes 10 us, the n-th other n more."""
     for call in calls.values():
         call()
@@ -223,7 +220,7 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm, "device_times", clock)
+    monkeypatch.setattr(gemm, "device_times", timed)
     source = weights
     monkeypatch.setattr(gemm, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed))
 
@@ -240,7 +237,7 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     wrong = Variant("wrong", lambda x: Timed(more(x), [x.out], rows=x.flat.index))
     variants = [good, *peers.variants, wrong]
     into = rows.Writer("gemm_quick", "a GPU", "m")
-    run_problem(into, problem, variants, Timing(FLOORS, 3))
+    run_problem(into, problem, variants, FLOORS, 3, 2026)
     found = list(into.rows)
     assert [r["subject"] for r in found] == [v.name for v in variants]
     assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
@@ -252,8 +249,8 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
     (mine, *_), ratio = found, pivots.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
     assert ratio == pytest.approx(1.1) and "hash" not in mine
-    slow = Timing(FLOORS | {"fp8_flops_per_s": 1e9}, 3)
-    run_problem(into, problem, variants[:1], slow)
+    slow = FLOORS | {"fp8_flops_per_s": 1e9}
+    run_problem(into, problem, variants[:1], slow, 3, 2026)
     assert into.rows[-1]["roofline"] == problem.flops / 1e3
 
 
@@ -273,7 +270,7 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     monkeypatch.setattr(gemm, "LAUNCHES", 40)
     problem = Problem(UNEVEN, 256, 384)
     into = rows.Writer("gemm_quick", "a GPU", "m")
-    run_problem(into, problem, [ours("ours", None)], Timing(FLOORS, 3))
+    run_problem(into, problem, [ours("ours", None)], FLOORS, 3, 2026)
     assert len(seen) == 3, "ours, and the reading in two orders"
     for operands_of in seen:
         sets = len(set(operands_of))
@@ -310,8 +307,8 @@ def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
-    gemm_variants.peer_variants.cache_clear()
-    monkeypatch.setattr(gemm_variants, "PEERS", {"sgl": gemm_variants.sgl_variants})
+    gemm.peer_variants.cache_clear()
+    monkeypatch.setattr(gemm, "PEERS", {"sgl": gemm.sgl_variants})
     variants = gemm.collect_variants(False, Problem((1,), 128, 128))
     assert [v.name for v in variants] == ["ours default"]
     assert "sgl: not measured" in capsys.readouterr().err
@@ -347,7 +344,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     output = torch.empty(tokens, DEEPSEEK_V3.hidden_size, dtype=torch.bfloat16, device="meta")
     module.moe.__wrapped__(inputs, output, DEEPSEEK_V3)
     shapes = LAYER_SHAPES.values()
-    found = [gemm_variants.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
+    found = [gemm.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
     assert found == launched
 
 
@@ -355,25 +352,25 @@ def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() ->
     few, many = (1,) * 32, (60,) * 32
     n, k = LAYER_SHAPES["gemm1"]
     problems = [Problem(rows, n, k, tokens=32) for rows in (few, many)]
-    flat = [gemm_variants.shipped("flat", p) for p in problems]
-    v3 = [gemm_variants.shipped("v3", p) for p in problems]
+    flat = [gemm.shipped("flat", p) for p in problems]
+    v3 = [gemm.shipped("v3", p) for p in problems]
     assert flat[0] == flat[1] and flat[0].tile_m == 8
     assert v3[0].tile_m == 8 and v3[1].tile_m == 64
     problems.append(Problem((41, 20, 76, 30) * 8, n, k, tokens=901))
-    assert [*v3, gemm_variants.shipped("v3", problems[2])] == [heuristic(p) for p in problems]
+    assert [*v3, gemm.shipped("v3", problems[2])] == [heuristic(p) for p in problems]
 
 
 def test_beside_flats_config_stand_those_next_to_it() -> None:
     n, k = LAYER_SHAPES["gemm1"]
-    rungs = list(map(str, gemm_variants.ladder()))
+    rungs = list(map(str, gemm.ladder()))
 
     def tried(tokens: int) -> dict[str, int]:
-        found = gemm_variants.solution_variants("flat", Problem((1,) * 32, n, k, tokens))
+        found = gemm.solution_variants("flat", Problem((1,) * 32, n, k, tokens))
         return {v.name: rungs.index(v.config) - rungs.index(found[0].config) for v in found}
 
     assert tried(1) == {"flat": 0, "flat, next larger": 1}
     assert tried(80) == {"flat": 0, "flat, next smaller": -1, "flat, next larger": 1}
-    (v3,) = gemm_variants.solution_variants("v3", Problem((1,) * 32, n, k, 80))
+    (v3,) = gemm.solution_variants("v3", Problem((1,) * 32, n, k, 80))
     assert v3.name == "v3"
 
 
@@ -398,11 +395,11 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     n, k = LAYER_SHAPES["gemm1"]
     for tokens in (1, 80, 14107):
         pair = triton_moe.tiles(tokens)
-        assert gemm_variants.shipped_tile(Problem((1,) * 32, n, k, tokens)) == pair[0]
-        assert gemm_variants.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
+        assert gemm.shipped_tile(Problem((1,) * 32, n, k, tokens)) == pair[0]
+        assert gemm.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
     even = Problem((64,) * 8, n, k)
-    assert gemm_variants.shipped_tile(even) == triton_moe.tiles(2048)[0]
-    assert [v.name for v in gemm_variants.triton_variants()] == ["triton_moe"]
+    assert gemm.shipped_tile(even) == triton_moe.tiles(2048)[0]
+    assert [v.name for v in gemm.triton_variants()] == ["triton_moe"]
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm100"])
@@ -410,15 +407,15 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     """The ladder is its heuristic's; the shipped configs and those beside them are its own."""
     rules = importlib.import_module(f"moe_fp8.kernels.heuristic_{name}")
     architecture = HOPPER if name == "sm90" else BLACKWELL
-    monkeypatch.setattr(gpu, "architecture", lambda: architecture)
+    monkeypatch.setattr(clock, "architecture", lambda: architecture)
     n, k = LAYER_SHAPES["gemm1"]
-    rungs = gemm_variants.ladder()
+    rungs = gemm.ladder()
     assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.UNEVEN)] + [rules.LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
-        chosen = [heuristic(problem), *(gemm_variants.shipped(s, problem) for s in SOLUTIONS)]
+        chosen = [heuristic(problem), *(gemm.shipped(s, problem) for s in SOLUTIONS)]
         assert {type(config) for config in chosen} == {type(rules.LARGEST)}
-        tried = gemm_variants.solution_variants("flat", problem)
+        tried = gemm.solution_variants("flat", problem)
         assert {variant.config for variant in tried} <= set(map(str, rungs))
 
 
@@ -426,7 +423,7 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
 def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) -> None:
     """Everything but the timing, at the smallest workload."""
 
-    def run_problem(into, problem, variants, timing):
+    def run_problem(into, problem, variants, *_):
         for number, variant in enumerate(variants):
             time = {"value": 10.0 - number, "unit": "us", "roofline": 5.0}
             more = {"error": "wrong"} if wrong and variant.name == "v3" else time
@@ -449,7 +446,7 @@ def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) ->
 def test_a_wrong_one_of_the_grid_is_named_by_its_rows(wrong, status, measure, monkeypatch) -> None:
     """A peer's is no failure of ours."""
 
-    def run_problem(into, problem, variants, timing):
+    def run_problem(into, problem, variants, *_):
         for name in ("ours", "a peer"):
             time = {"value": 9.0, "unit": "us", "roofline": 5.0}
             more = {"error": "wrong"} if name == wrong else time
