@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
-from scripts.common.definitions import (
-    DEFAULT,
-    MASKED,
-    MOE,
-    SHARED,
-    TABLE,
-    GemmDefinition,
-    MoeDefinition,
-)
+from scripts.common.definitions import DEFAULT, MOE, SHARED, MoeDefinition
 from scripts.common.project import PREFIX, RESULTS_DIR
 from scripts.measuring.processes import process_pool
 from scripts.pack import machine_code, sources
@@ -36,12 +28,6 @@ TARGETS = {"sm_90a": 132, "sm_100a": 148}
 """Multiprocessors of a GPU, by the compiler's target: some grids are compile-time constants."""
 DUMP, KEEP = "CUTE_DSL_DUMP_DIR", "CUTE_DSL_KEEP"
 """Variables that the DSL reads when it is imported."""
-COMPILERS = {
-    **{name: name for name in ("fused", "route", "permute", "combine", "grouped_gemm")},
-    "swiglu_quant": "swiglu",
-    "batched_gemm": "masked_gemm",
-}
-"""Modules of `moe_fp8.kernels` by the names that they compile: `compile_<name>`."""
 
 
 class Unit(NamedTuple):
@@ -49,7 +35,7 @@ class Unit(NamedTuple):
 
     name: str  # target, definition, kernel and configs
     solution: str  # empty for the forms that engines use
-    compile: str  # a key of `COMPILERS`
+    compile: str  # `compile_<name>` of a module of `moe_fp8.kernels`
     arguments: tuple[Any, ...]
 
 
@@ -58,25 +44,25 @@ def units(every: bool) -> list[Unit]:
     definitions at all numbers of tokens, and the forms that engines call."""
     shipped: list[Unit] = []
     for target in TARGETS:
-        for definition in (*TABLE, SHARED) if every else (DEFAULT,):
-            if isinstance(definition, MoeDefinition):
-                shipped += layer_units(definition, target, every)
-            else:
-                shipped += gemm_units(definition, target)
+        for definition in (*MOE, SHARED) if every else (DEFAULT,):
+            shipped += layer_units(definition, target, every)
         if every:
             shipped += form_units(target)
     return list({(unit.solution, unit.name): unit for unit in shipped}.values())
 
 
 def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator[Unit]:
+    import torch
     from moe_fp8.call import CHUNK_TOKENS, MoeShape
     from moe_fp8.kernels.architectures import of_target
     from moe_fp8.ladder import v1_loop_padding as v1
     from moe_fp8.ladder import v2_vectorised as v2
+    from moe_fp8.ladder.v3_clustered import counted_configs
     from moe_fp8.ladder.v4_flat import flat_configs
     from moe_fp8.serving.prepare import all_configs
 
-    from scripts.data.workload_specs import load_specs
+    from scripts.data.workload_specs import load_specs, routing_bias
+    from scripts.measuring.cases import counted
 
     arch, shape = of_target(target), MoeShape(**definition.shape)
     of_definition = f"{target} {definition.short or 'main'}"
@@ -96,10 +82,14 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
             )
     configs_of = {"flat": pairs(functools.partial(flat_configs, shape=shape, choose=arch.choose))}
     if definition is DEFAULT:  # only it has v1 to v3
-        configs_of |= {
-            name: [(module.CONFIGS[target],) * 2] for name, module in (("v1", v1), ("v2", v2))
-        }
-        configs_of["v3"] = workload_configs(definition, shape, arch)
+        configs_of |= {n: [(m.CONFIGS[target],) * 2] for n, m in (("v1", v1), ("v2", v2))}
+        bias, factor = torch.from_numpy(routing_bias(definition)), definition.routed_scaling_factor
+        configs_of["v3"] = []  # it knows the rows of every workload
+        for spec in specs:
+            logits, offset = torch.from_numpy(spec.draw().logits), spec.local_expert_offset
+            rows = counted("", logits, bias, offset, factor, definition).rows
+            if any(rows):
+                configs_of["v3"].append(counted_configs(list(rows), shape, arch.choose))
     for solution, chosen in configs_of.items():
         packed = definition.packed_name(PREFIX + solution)
         names_tokens = solution in ("v1", "v2")
@@ -119,46 +109,6 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
             stages.append((f"gemm {n}x{k} {config}", "grouped_gemm", problem))
         for name, compiles, arguments in sorted(stages, key=lambda stage: stage[0]):
             yield Unit(f"{of_definition} {name}", packed, compiles, arguments)
-
-
-def workload_configs(definition: MoeDefinition, shape: Any, arch: Any) -> list[tuple[Any, ...]]:
-    """Return the configs of v3, which knows the rows of every workload."""
-    import torch
-    from moe_fp8.ladder.v3_clustered import counted_configs
-
-    from scripts.data.workload_specs import load_specs, routing_bias
-    from scripts.measuring.cases import counted
-
-    bias, configs = torch.from_numpy(routing_bias(definition)), []
-    for spec in load_specs(definition):
-        logits = torch.from_numpy(spec.draw().logits)
-        factor = definition.routed_scaling_factor
-        rows = counted("", logits, bias, spec.local_expert_offset, factor, definition).rows
-        if any(rows):
-            configs.append(counted_configs(list(rows), shape, arch.choose))
-    return configs
-
-
-def gemm_units(definition: GemmDefinition, target: str) -> Iterator[Unit]:
-    from moe_fp8.call import expected_rows
-    from moe_fp8.kernels.architectures import of_target
-
-    from scripts.data.workload_specs import load_specs
-
-    masked = definition.rows == MASKED
-    for spec in load_specs(definition):
-        rows = (
-            spec.pinned["expected_m"]
-            if masked
-            else expected_rows(sum(spec.rows), definition.experts)
-        )
-        config = of_target(target).choose(rows, definition.n, definition.k)
-        yield Unit(
-            f"{target} {definition.short} {config}",
-            definition.packed_name(f"cutedsl_gemm_fp8_{'batched' if masked else 'flat'}"),
-            "batched_gemm" if masked else "grouped_gemm",
-            (config, definition.n, definition.k, definition.experts, target),
-        )
 
 
 def form_units(target: str) -> Iterator[Unit]:
@@ -214,18 +164,7 @@ def form_units(target: str) -> Iterator[Unit]:
 # --- digests ------------------------------------------------------------------------------------
 
 
-def digests(listed: list[Unit], workers: int) -> dict[str, str]:
-    """Return the digest of every unit, compiled in processes of their own."""
-    by_name = {unit.name: unit for unit in listed}
-    with (
-        tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
-        process_pool(workers, "spawn", _start_worker, directory) as pool,
-    ):
-        computed = pool.map(_digest, by_name.values())
-        return dict(sorted(zip(by_name, computed, strict=True)))
-
-
-def _start_worker(directory: str) -> None:
+def start_worker(directory: str) -> None:
     """Give a process a dump directory of its own. The names of dumped files do not tell configs
     apart, so two processes with one directory would read each other's text."""
     os.environ[DUMP] = tempfile.mkdtemp(dir=directory)
@@ -233,8 +172,11 @@ def _start_worker(directory: str) -> None:
     os.environ["MOE_FP8_CACHE_DIR"] = ""  # a function that is loaded from a cache has no text
 
 
-def _digest(unit: Unit) -> str:
-    ptx = function(unit.compile).make(*unit.arguments).__ptx__
+def digest(unit: Unit) -> str:
+    """Compile a unit in a worker and return its digest."""
+    module = {"swiglu_quant": "swiglu"}.get(unit.compile, unit.compile)
+    kernels: Any = importlib.import_module(f"moe_fp8.kernels.{module}")
+    ptx = getattr(kernels, f"compile_{unit.compile}").make(*unit.arguments).__ptx__
     dumped = [*Path(os.environ[DUMP]).iterdir()]
     (mlir,) = (path.read_text("utf-8") for path in dumped if path.name.endswith("_clean.mlir"))
     for path in dumped:
@@ -242,47 +184,41 @@ def _digest(unit: Unit) -> str:
     return machine_code.digest(ptx, mlir)
 
 
-def function(name: str) -> Any:
-    """Return `compile_<name>`."""
-    compiler: Callable[..., Any] = getattr(
-        importlib.import_module(f"moe_fp8.kernels.{COMPILERS[name]}"), f"compile_{name}"
-    )
-    return compiler
-
-
-def describe(shipped: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
+def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
     """Return the content of a file of digests: versions, digests, the names of each solution's
     kernels, or a digest of its Triton kernels, and the hash of its sources."""
     kernels: dict[str, list[str]] = {}
-    for unit in shipped:
+    for unit in listed:
         if unit.solution:
             kernels.setdefault(unit.solution, []).append(unit.name)
-    packed = {name: s for definition in TABLE for name, s in sources.packed(definition).items()}
-    return {
-        "versions": machine_code.versions(),
-        "digests": digests,
-        "kernels": kernels,
-        "triton": {
-            name: machine_code.triton_digest(source.content for source in solution.sources)
-            for name, solution in packed.items()
-            if name not in kernels
-        },
-        "hashes": {name: solution.hash() for name, solution in packed.items()},
+    packed = {name: s for definition in MOE for name, s in sources.packed(definition).items()}
+    triton = {
+        name: machine_code.triton_digest(source.content for source in solution.sources)
+        for name, solution in packed.items()
+        if name not in kernels
     }
+    hashes = {name: solution.hash() for name, solution in packed.items()}
+    content = {"versions": machine_code.versions(), "digests": digests, "kernels": kernels}
+    return {**content, "triton": triton, "hashes": hashes}
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("--all", action="store_true", help="every definition, number of tokens and form")
     add("--write", type=Path, metavar="DIR", help="store every digest in a record's directory")
-    args = arguments.parse_args(argv)
+    args = arguments.parse_args()
 
     listed = units(args.all or args.write is not None)
     stored = {} if args.write else machine_code.read(RESULTS_DIR / machine_code.FILE)
     if stored and stored["versions"] != machine_code.versions():
         raise UsageError(f"stored with {stored['versions']}, here is {machine_code.versions()}")
-    computed = digests(listed, os.cpu_count() or 1)
+    by_name = {unit.name: unit for unit in listed}
+    with (
+        tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
+        process_pool(os.cpu_count() or 1, "spawn", start_worker, directory) as pool,
+    ):
+        computed = dict(sorted(zip(by_name, pool.map(digest, by_name.values()), strict=True)))
     if args.write:
         machine_code.write(args.write / machine_code.FILE, describe(listed, computed))
         return EXIT_OK

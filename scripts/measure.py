@@ -41,7 +41,6 @@ from scripts.common.definitions import (
     DEFAULT,
     MODEL_TOKENS,
     RENORMALIZE,
-    Entry,
     find,
     find_layer,
 )
@@ -375,7 +374,12 @@ def parse_arguments() -> argparse.Namespace:
     args.path = args.out
     if args.what in OF_A_RUN:
         args.path = args.run / "rows.jsonl" if args.run else args.out
-        args.definition = args.definition or definition_of_run(args)
+        name = DEFAULT.name
+        if args.run and (info := args.run / "run.json").is_file():
+            from scripts.common import schemas
+
+            name = schemas.read(info, schemas.RunInfo).get("definition", name)
+        args.definition = args.definition or find(name)
     if "tokens" in args and args.tokens:
         args.tokens = list(dict.fromkeys(args.tokens))  # each once
 
@@ -386,16 +390,6 @@ def parse_arguments() -> argparse.Namespace:
         raise UsageError("no GPU is visible")
     args.device = "cuda:0" if on_gpu else "cpu"
     return args
-
-
-def definition_of_run(args: argparse.Namespace) -> Entry:
-    """Return the definition that the run's run.json names, the default one without a run."""
-    from scripts.common import schemas
-
-    name = DEFAULT.name
-    if args.run and (info := args.run / "run.json").is_file():
-        name = schemas.read(info, schemas.RunInfo).get("definition", name)
-    return find(name)
 
 
 def main() -> int:

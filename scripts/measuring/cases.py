@@ -38,10 +38,7 @@ from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
     DSV3_TP8,
-    MASKED,
     SHARED,
-    Entry,
-    GemmDefinition,
     MoeDefinition,
     build_definition,
     size_of,
@@ -60,9 +57,8 @@ from scripts.pack.availability import (
     this_machine,
 )
 
-CPU_MAX_TOKENS, CPU_MAX_RESERVED = 16, 128
-"""Tokens of the largest workload that runs on the CPU by default, and rows reserved for an expert,
-which are 128 at a time, in the largest masked one."""
+CPU_MAX_TOKENS = 16
+"""Tokens of the largest workload that runs on the CPU by default."""
 
 
 # --- the data set -------------------------------------------------------------------------------
@@ -73,7 +69,7 @@ def ours(root: Path) -> bool:
     return root.resolve() == ROOT
 
 
-def load(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, list[str]]:
+def load(root: Path, definition: MoeDefinition = DEFAULT) -> tuple[TraceSet, list[str]]:
     """Return the data set at `root` with one definition, and remarks on files passed over."""
     if not root.is_dir():
         raise UsageError(f"{root} is not a directory")
@@ -131,7 +127,7 @@ def select_solutions(solutions: Sequence[Solution], patterns: Sequence[str]) -> 
 
 
 def tokens(workload: Workload) -> int:
-    """Return the tokens of a workload, or the rows of a grouped GEMM; see `size_of`."""
+    """Return the tokens of a workload."""
     return size_of(workload.axes)
 
 
@@ -158,12 +154,10 @@ def select_workloads(
         raise UsageError(
             f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
         )
-    selected = [
-        t
-        for t in workloads
-        if (not selectors or any(t.workload.uuid in uuids for uuids in chosen.values()))
-        and (max_tokens is None or tokens(t.workload) <= max_tokens)
-    ]
+    uuids = set().union(*chosen.values())
+    selected = [t for t in workloads if not selectors or t.workload.uuid in uuids]
+    if max_tokens is not None:
+        selected = [t for t in selected if tokens(t.workload) <= max_tokens]
     if not selected:
         raise UsageError("no workload is left by this selection")
     return selected
@@ -171,14 +165,12 @@ def select_workloads(
 
 def make_missing_workloads(root: Path, traces: Sequence[Trace]) -> None:
     """Generate the missing tensors of these workloads, if they are ours."""
-    missing = [
-        trace.workload.uuid
-        for trace in traces
-        if any(
-            spec.type == "safetensors" and not (root / spec.path).is_file()
-            for spec in trace.workload.inputs.values()
-        )
-    ]
+
+    def lacks(spec: Any) -> bool:
+        return spec.type == "safetensors" and not (root / spec.path).is_file()
+
+    every = [trace.workload for trace in traces]
+    missing = [w.uuid for w in every if any(map(lacks, w.inputs.values()))]
     if not missing:
         return
     if not ours(root):
@@ -218,11 +210,7 @@ def load_tensors(
 
 
 def draw(
-    definition: Definition,
-    name: str,
-    shape: Sequence[int],
-    device: torch.device,
-    seed: int,
+    definition: Definition, name: str, shape: Sequence[int], device: torch.device, seed: int
 ) -> torch.Tensor:
     """Draw a random input as flashinfer-bench does (standard normal; FP8 values clamped to +-2),
     but from a seed, and in slices: the float32 draws of a whole weight take 3.8 GB."""
@@ -282,7 +270,9 @@ def packed_solutions(packed: Sequence[Path]) -> list[Solution]:
     return [load_json_file(Solution, path) for path in packed]
 
 
-def load_with_ours(root: Path, definition: Entry = DEFAULT) -> tuple[TraceSet, list[Solution]]:
+def load_with_ours(
+    root: Path, definition: MoeDefinition = DEFAULT
+) -> tuple[TraceSet, list[Solution]]:
     """Return the data set with our solutions added in memory, and ours, packed anew. A clone that
     is read-only gets no files. Remarks go to stderr. Raises PackError."""
     try:
@@ -337,15 +327,14 @@ def choose(
     workloads: Sequence[str] = (),
     max_tokens: int | None = None,
     run_foreign: bool = False,
-    definition: Entry = DEFAULT,
+    definition: MoeDefinition = DEFAULT,
 ) -> Plan:
     """Plan the pairs of a run's directory that have an output, or, without a run, all pairs of the
     chosen solutions and workloads. On the CPU the default is the small workloads. Raises PackError:
     our solutions cannot be packed; UsageError: nothing is left, or the machine lacks what is asked
     for."""
     if not (use_gpu or run or workloads or max_tokens):
-        masked = isinstance(definition, GemmDefinition) and definition.rows == MASKED
-        max_tokens = CPU_MAX_RESERVED if masked else CPU_MAX_TOKENS
+        max_tokens = CPU_MAX_TOKENS
     hardware = hardware_from_device("cuda:0" if use_gpu else "cpu")
     trace_set, packed = load_with_ours(local, definition)
     every = trace_set.solutions[definition.name]
@@ -379,7 +368,7 @@ def choose(
 
 
 def _of_run(
-    traces: Path, definition: Entry, solutions: Sequence[Solution], hardware: str
+    traces: Path, definition: MoeDefinition, solutions: Sequence[Solution], hardware: str
 ) -> set[tuple[str, str]]:
     """Return the pairs of a run that have an output and are of these sources and this hardware. Say
     once for each solution what is left out."""

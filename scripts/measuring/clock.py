@@ -125,16 +125,6 @@ def capture(call: Run) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def elapsed(launch: Run) -> float:
-    """Return milliseconds on the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    launch()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
 def in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
     """Return the milliseconds on the GPU of each run, a list over the repeats.
 
@@ -146,9 +136,13 @@ def in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
     for repeat in range(-2, repeats):
         for name, run in runs.items():
             flush.zero_()
-            ms = elapsed(run)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
             if repeat >= 0:
-                samples[name].append(ms)
+                samples[name].append(begin.elapsed_time(end))
     return samples
 
 
@@ -290,15 +284,16 @@ def device_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str
 def both_times(calls: Mapping[str, Timed], repeats: int) -> dict[str, dict[str, Any]]:
     """Return each call's times by both clocks, "device" and "harness", or its `error`. The harness
     clock is left out if flashinfer-bench times the device itself."""
-
-    def both(on_device: dict[str, Any], call: Timed) -> dict[str, Any]:
-        by_harness = {"harness": harness_times(call, repeats)} if HARNESS_EVENTS else {}
-        return {"device": on_device} | by_harness
-
-    return {
-        name: times if "error" in times else attempt(both, times, calls[name])
-        for name, times in device_times(calls, repeats).items()
-    }
+    results = device_times(calls, repeats)
+    for name, times in results.items():
+        if "error" in times:
+            continue
+        results[name] = {"device": times}
+        if HARNESS_EVENTS:
+            by_harness = attempt(harness_times, calls[name], repeats)
+            failed = "error" in by_harness
+            results[name] = by_harness if failed else {"device": times, "harness": by_harness}
+    return results
 
 
 def harness_times(call: Timed, repeats: int) -> dict[str, Any]:
@@ -350,7 +345,8 @@ def traced(run: Run) -> list[Span]:
 
 def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
     """Trace `repeats` calls and return their kernels. `flush` (one launch) overwrites the L2 cache
-    before each call, and the GPU is idle then."""
+    before each call, and the GPU is idle then. Raises RuntimeError: the calls did not launch the
+    same kernels in the same order."""
     calls = TRACE_WARMUP + repeats
 
     def run() -> None:
@@ -360,12 +356,7 @@ def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
             call()
             torch.cuda.synchronize()
 
-    return split(traced(run), calls)[TRACE_WARMUP:]
-
-
-def split(spans: Sequence[Span], calls: int) -> list[list[Span]]:
-    """Return the spans of each call, without the flush before it. Raises RuntimeError: the calls
-    did not launch the same kernels in the same order."""
+    spans = traced(run)
     each = len(spans) // calls
     parts = [list(spans[i * each : (i + 1) * each]) for i in range(calls)]
     names = {tuple(s.name for s in part) for part in parts}
@@ -373,7 +364,7 @@ def split(spans: Sequence[Span], calls: int) -> list[list[Span]]:
         raise RuntimeError(
             f"{calls} calls were traced as {len(spans)} kernels that do not repeat call by call"
         )
-    return [part[1:] for part in parts]
+    return [part[1:] for part in parts[TRACE_WARMUP:]]  # without the flushes
 
 
 # --- the GPU ------------------------------------------------------------------------------------

@@ -43,25 +43,20 @@ if TYPE_CHECKING:
 
 LAYER_SHAPES = dict(zip(("gemm1", "gemm2"), DEFAULT.gemms, strict=True))
 """(N, K) of the default layer's two GEMMs."""
-SOLUTIONS = {"flat": ("v4_flat", "flat"), "v3": ("v3_clustered", "aligned")}
-"""Module and row layout of the solutions that choose their configs."""
+LAYOUTS = {"flat": "flat", "v3": "aligned"}
+"""Row layout of the solutions that choose their configs."""
 STUDY = (2048, 4096, 7168)
-GRIDS: dict[str, dict[str, Any]] = {
-    "quick": {"experts": (8,), "rows": (128, 512), "shapes": tuple(LAYER_SHAPES.values())},
-    "study": {
-        "experts": (1, 4, 8),
-        "rows": (64, 128, 512),
-        "shapes": tuple((n, k) for n in STUDY for k in STUDY),
-    },
+GRIDS = {
+    "quick": ((8,), (128, 512), tuple(LAYER_SHAPES.values())),
+    "study": ((1, 4, 8), (64, 128, 512), tuple(itertools.product(STUDY, STUDY))),
 }
+"""Experts, rows of an expert, and (N, K)."""
 MOST_ROWS = 1024
 """Rows of an expert: the heuristics' last bounds are below."""
 MAX_CALC_DIFF = 1e-3
 LAUNCHES = 8
 WORKERS = 12
 """Processes that compile. Each may hold a set of operands on the GPU."""
-READING = "reading"
-"""The prefix of the names under which readings of the weights are timed."""
 
 
 # --- problems -----------------------------------------------------------------------------------
@@ -140,13 +135,8 @@ def layer_problems(cases: Iterable[Histogram]) -> list[Problem]:
 
 def grid_problems(grid: str) -> list[Problem]:
     """Return a grid's problems. Problems with the same weights are next to each other."""
-    axes = GRIDS[grid]
-    return [
-        Problem((m,) * e, n, k)
-        for n, k in axes["shapes"]
-        for e in axes["experts"]
-        for m in axes["rows"]
-    ]
+    experts, rows, shapes = GRIDS[grid]
+    return [Problem((m,) * e, n, k) for n, k in shapes for e in experts for m in rows]
 
 
 # --- operands -----------------------------------------------------------------------------------
@@ -354,7 +344,7 @@ def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
 def solution_variants(name: str, problem: Problem) -> list[Variant]:
     """Return a solution's kernel and row layout with the config that it launches. For flat also
     with the neighbouring configs: the fastest of all is the tables' best known one."""
-    config, layout = shipped(name, problem), SOLUTIONS[name][1]
+    config, layout = shipped(name, problem), LAYOUTS[name]
     variants = [ours(name, config, layout, name)]
     if name == "flat":
         rungs = ladder()
@@ -499,14 +489,22 @@ def peer_variants() -> list[Variant]:
     return variants
 
 
+def collect_variants(layers: bool, problem: Problem) -> list[Variant]:
+    """Return our kernel, on the layer's problems as the solutions ship it, and the peers."""
+    if layers:
+        own = [variant for name in LAYOUTS for variant in solution_variants(name, problem)]
+    else:
+        own = [ours("ours default", heuristic(problem), "batched", "v3")]
+    return own + peer_variants()
+
+
 # --- compiling ------------------------------------------------------------------------------------
 
 
-def compile_variants(collect: Callable[[Problem], list[Variant]], problem: Problem) -> None:
+def compile_variants(layers: bool, problem: Problem) -> None:
     """Call every variant once, which leaves its compiled code in its cache on disk."""
-    source = weights(problem.experts, problem.n, problem.k, "cuda", 0)
-    operands = Operands(problem, source)
-    for variant in collect(problem):
+    operands = Operands(problem, weights(problem.experts, problem.n, problem.k, "cuda", 0))
+    for variant in collect_variants(layers, problem):
         try:
             variant.prepare(operands)()
             torch.cuda.synchronize()
@@ -565,21 +563,12 @@ def run_problem(
         except Exception as error:
             row["error"] = error_line(error)
     orders = zip(*(readings(x.b, problem.rows) for x in operands), strict=True)
-    calls |= {f"{READING} {order}": rotated(read) for order, read in enumerate(orders)}
-    timed = device_times(calls, repeats)
+    reads = {f"reading {order}": rotated(read) for order, read in enumerate(orders)}
+    timed = device_times(calls | reads, repeats)
     rows = {name: figures(times, "us", LAUNCHES) for name, times in timed.items()}
-    read_us = min(rows.pop(name)["value"] for name in calls if name.startswith(READING))
+    read_us = min(rows.pop(name)["value"] for name in reads)
     least = max(read_us, 1e6 * problem.flops / rates["fp8_flops_per_s"])
     for name, row in rows.items():
         row_of[name] |= row if "error" in row else {**row, "roofline": least, "read": read_us}
     for name, row in row_of.items():
         writer.add(problem.case(), name, **row)
-
-
-def collect_variants(layers: bool, problem: Problem) -> list[Variant]:
-    """Return our kernel, on the layer's problems as the solutions ship it, and the peers."""
-    if layers:
-        own = [variant for name in SOLUTIONS for variant in solution_variants(name, problem)]
-    else:
-        own = [ours("ours default", heuristic(problem), "batched", "v3")]
-    return own + peer_variants()

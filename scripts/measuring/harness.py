@@ -31,7 +31,6 @@ from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment, files, schemas
 from scripts.common.command_line import ENDING, UsageError, exit_status, note, say, steps
-from scripts.common.definitions import MoeDefinition
 from scripts.common.project import DEFINITION
 from scripts.common.text import slug
 from scripts.data import traces
@@ -287,12 +286,10 @@ def chosen_emulation(args: Namespace) -> emulated.Emulation | None:
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
     """Measure roofline, accuracy, device times and bits, each in a process of its own. A process
     must not inherit a GPU context that a failed solution broke, nor the memory that the baselines
-    hold here. Code of the data set's own solutions is run again only if the user asked for it.
-    Roofline and bits need a layer."""
+    hold here. Code of the data set's own solutions is run again only if the user asked for it."""
     options = ["--local", str(args.local), "--run", str(run.directory), "--seed", str(args.seed)]
     options += ["--definition", args.definition.name]
-    layer = isinstance(args.definition, MoeDefinition)
-    for what in ("roofline", "times", "bits") if layer else ("times",):
+    for what in ("roofline", "times", "bits"):
         arguments = [what, *options, *["--run-foreign"] * (foreign and what != "roofline")]
         command = [sys.executable, "-m", "scripts.measure", *arguments]
         # The tables that these programs print are in the ranking and the report.

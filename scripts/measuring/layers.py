@@ -7,7 +7,6 @@ copies with the originals shows if it did.
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -119,75 +118,67 @@ Subjects = dict[str, tuple[Callable[[], Timed], Mapping[str, Any]]]
 """By name: a function that prepares the call, and fields of its rows."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """The properties that the calls share.
+def measure_calls(
+    writer: Writer,
+    case: Mapping[str, Any],
+    definition: Definition,
+    inputs: list[Any],
+    subjects: Subjects,
+    repeats: int,
+    roofline: float | None = None,
+    limit: float | None = None,
+) -> None:
+    """Check the calls one after the other, then time the correct ones in turns. Write a row for the
+    accuracy of each call and for its time by each clock, or for its error.
 
-    Attributes:
-        labels: fields of the rows of the case.
+    Args:
         inputs: of the definition, in its order.
+        repeats: timed calls; 0 if nothing is timed.
         roofline: ms; None if not known.
         limit: largest accepted calc_diff to the reference; None if flashinfer-bench has judged.
     """
 
-    definition: Definition
-    labels: Mapping[str, Any]
-    inputs: list[Any]
-    roofline: float | None = None
-    limit: float | None = None
-
-
-def check(
-    case: Case, prepare: Callable[[], Timed], expected: torch.Tensor, originals: list[Any] | None
-) -> tuple[Timed, dict[str, Any]]:
-    """Return the call, after one run, and its accuracy. Raises RuntimeError: a wrong output."""
-    call = prepare()
-    call.poison()
-    call()
-    accuracy = metrics(call.output, expected)
-    if case.limit is not None and not accuracy["calc_diff"] <= case.limit:  # also true for NaN
-        raise RuntimeError(f"calc_diff {accuracy['calc_diff']:.1e} to the reference")
-    if originals and call.as_defined:
-        mine = call.arguments[: len(originals)]
-        if names := changed(case.definition, mine, originals):
-            accuracy["inputs_changed"] = names
-            for x, original in zip(mine, originals, strict=True):
-                if isinstance(original, torch.Tensor):
-                    x.copy_(original)  # all calls share the weights
-    return call, accuracy
-
-
-def measure_calls(writer: Writer, case: Case, subjects: Subjects, repeats: int) -> None:
-    """Check the calls one after the other, then time the correct ones in turns. Write a row for the
-    accuracy of each call and for its time by each clock, or for its error. Without `repeats`
-    nothing is timed."""
-
     def add(subject: str, **fields: Any) -> None:
-        writer.add(case.labels, subject, **subjects[subject][1], **fields)
+        writer.add(case, subject, **subjects[subject][1], **fields)
 
-    expected = attempt(run_reference, case.definition, case.inputs)
+    def check(subject: str, expected: torch.Tensor, originals: list[Any] | None) -> dict[str, Any]:
+        """Run the call once and return its accuracy. Raises RuntimeError: a wrong output."""
+        call = subjects[subject][0]()
+        call.poison()
+        call()
+        accuracy = metrics(call.output, expected)
+        if limit is not None and not accuracy["calc_diff"] <= limit:  # also true for NaN
+            raise RuntimeError(f"calc_diff {accuracy['calc_diff']:.1e} to the reference")
+        if originals and call.as_defined:
+            mine = call.arguments[: len(originals)]
+            if names := changed(definition, mine, originals):
+                accuracy["inputs_changed"] = names
+                for x, original in zip(mine, originals, strict=True):
+                    if isinstance(original, torch.Tensor):
+                        x.copy_(original)  # all calls share the weights
+        ready[subject] = call
+        return accuracy
+
+    expected = attempt(run_reference, definition, inputs)
     if isinstance(expected, dict):  # the reference failed, for all calls
         for subject in subjects:
-            add(subject, roofline=case.roofline, **expected)
+            add(subject, roofline=roofline, **expected)
         return
     # With a limit no copies are made: the output tells enough, and a copy of the weights can fill
     # half of a GPU.
-    originals, ready = None if case.limit else fresh(case.inputs), {}
+    originals = None if limit else fresh(inputs)
+    ready: dict[str, Timed] = {}
     with torch.no_grad(), on_own_stream() if repeats else contextlib.nullcontext():
-        for subject, (prepare, _) in subjects.items():
-            checked = attempt(check, case, prepare, expected[0], originals)
-            if isinstance(checked, dict):
-                add(subject, roofline=case.roofline, **checked)
-                continue
-            ready[subject], accuracy = checked
-            add(subject, **accuracy)
+        for subject in subjects:
+            accuracy = attempt(check, subject, expected[0], originals)
+            add(subject, **({"roofline": roofline} if "error" in accuracy else {}), **accuracy)
         del expected, originals
         for subject, times in (both_times(ready, repeats) if repeats else {}).items():
             if "error" in times:
-                add(subject, roofline=case.roofline, **times)
+                add(subject, roofline=roofline, **times)
                 continue
             for clock, summary in times.items():
-                add(subject, clock=clock, roofline=case.roofline, **figures(summary))
+                add(subject, clock=clock, roofline=roofline, **figures(summary))
 
 
 def measure_plan(plan: Plan, writer: Writer, device: str, seed: int, repeats: int) -> None:
@@ -206,7 +197,7 @@ def measure_plan(plan: Plan, writer: Writer, device: str, seed: int, repeats: in
             for name, (_, source) in subjects.items():
                 writer.add(labels, name, **source, **inputs)
             continue
-        measure_calls(writer, Case(definition, labels, inputs), subjects, repeats)
+        measure_calls(writer, labels, definition, inputs, subjects, repeats)
 
 
 # --- bits ---------------------------------------------------------------------------------------

@@ -365,11 +365,7 @@ def measure(
     h = problems.histogram(drawn)
     inputs, subjects = calls(drawn)
     definition = problems.inputs.definition
-    case = layers.Case(
-        definition,
-        {"definition": layer.short or layer.name, **h.counts(), "routing": routing},
-        arguments(definition, inputs),
-        roofline=layers.least_ms(h, rates, repeats, layer),
-        limit=LARGEST_DIFF,
-    )
-    layers.measure_calls(writer, case, subjects, repeats)
+    case = {"definition": layer.short or layer.name, **h.counts(), "routing": routing}
+    least = layers.least_ms(h, rates, repeats, layer)
+    ordered = arguments(definition, inputs)
+    layers.measure_calls(writer, case, definition, ordered, subjects, repeats, least, LARGEST_DIFF)

@@ -208,25 +208,6 @@ def calls_of(*kernels: str, calls: int) -> list[Span]:
     return spans
 
 
-def test_a_trace_is_cut_into_calls_without_their_flush() -> None:
-    parts = clock.split(calls_of("a", "b", calls=3), 3)
-    assert [[s.name for s in part] for part in parts] == [["a", "b"]] * 3
-    assert [part[0].start for part in parts] == [150, 1150, 2150]
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        calls_of("a", "b", calls=3)[:-1],
-        calls_of(calls=3),
-        [*calls_of("a", "b", calls=2), *calls_of("b", "a", calls=1)],
-    ],
-)
-def test_calls_that_differ_are_refused(spans: list[Span]) -> None:
-    with pytest.raises(RuntimeError, match="do not repeat call by call"):
-        clock.split(spans, 3)
-
-
 def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     seen = [(cuda, "late", 300, 420), (cpu, "aten::x", 0, 900), (cuda, "early", 100, 500)]
@@ -257,12 +238,18 @@ def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
 def test_every_call_is_flushed_and_the_first_ones_do_not_count(monkeypatch) -> None:
     made: list[str] = []
 
-    def traced(run) -> list[Span]:
-        run()
-        return calls_of("a", calls=made.count("call"))
+    def calls(spans: list[Span]) -> list[list[Span]]:
+        monkeypatch.setattr(clock, "traced", lambda run: run() or spans)
+        return clock.traced_calls(
+            lambda: made.append("call"), lambda: made.append("flush"), repeats=3
+        )
 
-    monkeypatch.setattr(clock, "traced", traced)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
-    calls = clock.traced_calls(lambda: made.append("call"), lambda: made.append("flush"), repeats=3)
+    found = calls(calls_of("a", "b", calls=5))
     assert made == ["flush", "wait", "call", "wait"] * (clock.TRACE_WARMUP + 3)
-    assert [call[0].start for call in calls] == [2150, 3150, 4150]
+    assert [[s.name for s in call] for call in found] == [["a", "b"]] * 3
+    assert [call[0].start for call in found] == [2150, 3150, 4150]
+    other = [*calls_of("a", "b", calls=4), *calls_of("b", "a", calls=1)]
+    for spans in (calls_of("a", "b", calls=5)[:-1], calls_of(calls=5), other):
+        with pytest.raises(RuntimeError, match="do not repeat call by call"):
+            calls(spans)

@@ -16,6 +16,7 @@ import torch
 from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.ladder import v3_clustered, v4_flat
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
@@ -26,7 +27,7 @@ from scripts.measuring.clock import Timed
 from scripts.measuring.gemm import (
     BLOCK,
     LAYER_SHAPES,
-    SOLUTIONS,
+    LAYOUTS,
     Checker,
     Operands,
     Problem,
@@ -324,7 +325,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 
 
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
-@pytest.mark.parametrize("name", SOLUTIONS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """The layer passes these configs to its GEMMs; kernels and routing are stand-ins."""
     from moe_fp8.call import GroupedRows, MoeInputs
@@ -332,7 +333,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
 
     launched: list[Any] = []
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
-    module = importlib.import_module(f"moe_fp8.ladder.{SOLUTIONS[name][0]}")
+    module = {"flat": v4_flat, "v3": v3_clustered}[name]
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
@@ -413,7 +414,7 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.UNEVEN)] + [rules.LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
-        chosen = [heuristic(problem), *(gemm.shipped(s, problem) for s in SOLUTIONS)]
+        chosen = [heuristic(problem), *(gemm.shipped(s, problem) for s in LAYOUTS)]
         assert {type(config) for config in chosen} == {type(rules.LARGEST)}
         tried = gemm.solution_variants("flat", problem)
         assert {variant.config for variant in tried} <= set(map(str, rungs))

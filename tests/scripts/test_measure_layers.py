@@ -146,10 +146,9 @@ def calls(cuda, monkeypatch):
 def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cuda) -> None:
     """Memory runs out for a call's buffers, or for the harness's copies of its arguments."""
     into = rows.Writer("times", "GPU A", "m")
-    case = layers.Case(small.definition(), {"tokens": 2}, [], 0.1, limit=2e-3)
     subjects = {name: (prepare, {}) for name, prepare in calls.items()}
     subjects["right"] = calls["right"], {"peer": False}
-    layers.measure_calls(into, case, subjects, 3)
+    layers.measure_calls(into, {"tokens": 2}, small.definition(), [], subjects, 3, 0.1, 2e-3)
     found = {(row["subject"], row.get("clock", "")): row for row in into.rows}
     for name in ("right", "returns"):
         assert found[name, ""]["calc_diff"] == 0
@@ -172,8 +171,7 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cu
 
 def test_what_flashinfer_bench_has_judged_is_timed_though_it_is_wrong(calls) -> None:
     into = rows.Writer("times", "GPU A", "m")
-    case = layers.Case(small.definition(), {}, [])
-    layers.measure_calls(into, case, {"wrong": (calls["wrong"], {})}, 3)
+    layers.measure_calls(into, {}, small.definition(), [], {"wrong": (calls["wrong"], {})}, 3)
     assert [row.get("clock") for row in into.rows] == [None, "device", "harness"]
 
 

@@ -237,16 +237,16 @@ def sweep(measure, monkeypatch):
             skipped={"hpc_ops_moe": "not installed"} if definition is DEFAULT else {},
         )
 
-    def measured(into, case, called, repeats):
-        length = case.labels["tokens"]
+    def measured(into, case, definition, inputs, called, repeats, roofline, limit):
+        length = case["tokens"]
         for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.045)):
-            add = functools.partial(into.add, case.labels, name, **called[name][1])
+            add = functools.partial(into.add, case, name, **called[name][1])
             if name == PEER and length == 2:
-                add(roofline=case.roofline, error="OutOfMemoryError: CUDA")
+                add(roofline=roofline, error="OutOfMemoryError: CUDA")
                 continue
             add(calc_diff=3e-4)
             for name_of_clock, more in (("device", 0.0), ("harness", 0.03)):
-                add(value=ms + more, unit="ms", clock=name_of_clock, roofline=case.roofline)
+                add(value=ms + more, unit="ms", clock=name_of_clock, roofline=roofline)
 
     monkeypatch.setattr(cases, "choose", choose)
     monkeypatch.setattr(cases, "problems_of", Problems)
@@ -331,7 +331,7 @@ def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, mon
 
 def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
     def wrong(into, case, *_):
-        into.add(case.labels, OURS, error="wrong", peer=False)
+        into.add(case, OURS, error="wrong", peer=False)
 
     monkeypatch.setattr(layers, "measure_calls", wrong)
     done, *_ = sweep()
@@ -356,7 +356,7 @@ def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
     real = layers.measure_calls
 
     def until_the_first(into, case, *rest):
-        if case.labels["tokens"] == 2:
+        if case["tokens"] == 2:
             raise KeyboardInterrupt
         real(into, case, *rest)
 
