@@ -20,7 +20,7 @@ from moe_fp8.ladder import v3_clustered, v4_flat
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
-from scripts.data import rows, workload_specs
+from scripts.data import rows
 from scripts.measuring import clock, gemm
 from scripts.measuring.cases import Histogram, histograms
 from scripts.measuring.clock import Timed
@@ -130,15 +130,6 @@ def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> 
     assert checker.calc_diff(broken(lambda out: out[135].neg_())) > 1
 
 
-def test_weights_are_drawn_once_a_shape() -> None:
-    first = weights(2, 128, 256, "cpu", 3)
-    b, scale = first.get(1)
-    assert len(first.sets) == 2 and b.shape == (2, 128, 256) and scale.shape == (2, 1, 2)
-    assert weights(2, 128, 256, "cpu", 3) is first
-    x = Operands(Problem((3, 2), 128, 256), first, 1)
-    assert x.b is b and x.a.shape == (8, 256)  # rows of a multiple of four
-
-
 def test_the_study_is_81_configurations() -> None:
     problems = grid_problems("study")
     assert len(set(problems)) == len(problems) == 81
@@ -150,19 +141,11 @@ def test_the_study_is_81_configurations() -> None:
     assert changes == 26  # problems with the same weights lie side by side
 
 
-def test_histograms_are_those_of_the_spec() -> None:
-    small = {s.uuid: s for s in workload_specs.load_specs() if s.seq_len <= 100}
-    found = histograms(ROOT, [s.seq_len for s in small.values()])
-    assert len(found) == len(small) == 16
-    for histogram in found:
-        spec = small[histogram.uuid]
-        assert histogram.tokens == spec.seq_len and len(histogram.rows) == 32
-        assert sum(histogram.rows) == spec.counts["pairs"]
-        assert sum(r > 0 for r in histogram.rows) == spec.counts["active"]
-        assert max(histogram.rows) == spec.counts["max"]
-    problems = layer_problems(found)
-    assert [(p.n, p.k) for p in problems] == [(4096, 7168)] * 16 + [(7168, 2048)] * 16
-    assert layer_problems([Histogram("x", 1, (0,) * 32)]) == []
+def test_problems_are_both_gemms_of_each_workload_with_rows() -> None:
+    found = layer_problems(histograms(ROOT, [1, 7]) + [Histogram("x", 1, (0,) * 32)])
+    assert [(p.n, p.k, p.tokens) for p in found] == [
+        (n, k, tokens) for n, k in ((4096, 7168), (7168, 2048)) for tokens in (7, 1)
+    ]
 
 
 def written(*ratios: tuple[float | None, float, int | None], peer_us: float = 10.0) -> rows.Rows:
@@ -347,46 +330,29 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     shapes = LAYER_SHAPES.values()
     found = [gemm.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
     assert found == launched
+    if name == "v3":  # flat knows the tokens alone
+        assert found == [heuristic(Problem(rows, n, k, tokens)) for n, k in shapes]
 
 
-def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() -> None:
-    few, many = (1,) * 32, (60,) * 32
-    n, k = LAYER_SHAPES["gemm1"]
-    problems = [Problem(rows, n, k, tokens=32) for rows in (few, many)]
-    flat = [gemm.shipped("flat", p) for p in problems]
-    v3 = [gemm.shipped("v3", p) for p in problems]
-    assert flat[0] == flat[1] and flat[0].tile_m == 8
-    assert v3[0].tile_m == 8 and v3[1].tile_m == 64
-    problems.append(Problem((41, 20, 76, 30) * 8, n, k, tokens=901))
-    assert [*v3, gemm.shipped("v3", problems[2])] == [heuristic(p) for p in problems]
-
-
-def test_beside_flats_config_stand_those_next_to_it() -> None:
+def test_beside_flats_config_stand_those_next_to_it(monkeypatch) -> None:
+    """Rows name the solutions whose kernel was timed."""
+    monkeypatch.setattr(gemm, "peer_variants", list)
     n, k = LAYER_SHAPES["gemm1"]
     rungs = list(map(str, gemm.ladder()))
 
-    def tried(tokens: int) -> dict[str, int]:
-        found = gemm.solution_variants("flat", Problem((1,) * 32, n, k, tokens))
-        return {v.name: rungs.index(v.config) - rungs.index(found[0].config) for v in found}
+    def tried(tokens: int) -> dict[tuple[str, str], int]:
+        found = gemm.collect_variants(True, Problem((1,) * 32, n, k, tokens))
+        assert all(len(v.labels()["hash"]) == 40 for v in found)
+        at = rungs.index(found[0].config)
+        return {(v.name, v.solution[-4:]): rungs.index(v.config) - at for v in found[:-1]}
 
-    assert tried(1) == {"flat": 0, "flat, next larger": 1}
-    assert tried(80) == {"flat": 0, "flat, next smaller": -1, "flat, next larger": 1}
-    (v3,) = gemm.solution_variants("v3", Problem((1,) * 32, n, k, 80))
-    assert v3.name == "v3"
-
-
-def test_rows_name_the_solutions_whose_kernel_was_timed(monkeypatch) -> None:
-    monkeypatch.setattr(gemm, "peer_variants", list)
-    n, k = LAYER_SHAPES["gemm1"]
-    variants = gemm.collect_variants(True, Problem((1,) * 32, n, k, 80))
-    solutions = {v.name: v.labels().get("solution") for v in variants}
-    flat, v3 = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"
-    assert solutions == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
-        "v3": v3
-    }
-    assert all(len(v.labels()["hash"]) == 40 for v in variants)
-    (default,) = gemm.collect_variants(False, Problem((1,), 128, 128))
-    assert default.labels()["solution"] == v3
+    larger, smaller = ("flat, next larger", "flat"), ("flat, next smaller", "flat")
+    assert tried(1) == {("flat", "flat"): 0, larger: 1}
+    assert tried(80) == {("flat", "flat"): 0, smaller: -1, larger: 1}
+    for layers, problem in ((True, Problem((1,) * 32, n, k, 80)), (False, Problem((1,), 128, 128))):
+        v3 = gemm.collect_variants(layers, problem)[-1]
+        assert v3.name == ("v3" if layers else "ours default")
+        assert v3.labels()["solution"] == "cutedsl_moe_fp8_v3"
 
 
 def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
@@ -420,41 +386,36 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
         assert {variant.config for variant in tried} <= set(map(str, rungs))
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) -> None:
-    """Everything but the timing, at the smallest workload."""
+@pytest.mark.parametrize(
+    ("arguments", "wrong", "status", "where"),
+    [
+        ("--layers --tokens 1", "", EXIT_OK, ""),
+        ("--layers --tokens 1", "v3", EXIT_FAILED, "T=1"),
+        ("", "ours default", EXIT_FAILED, "128 rows, 4096x7168"),
+        ("--grid quick", "a peer", EXIT_OK, "128 rows, 4096x7168"),  # no failure of ours
+    ],
+)
+def test_the_program(arguments, wrong, status, where, measure, monkeypatch) -> None:
+    """Everything but the timing."""
 
     def run_problem(into, problem, variants, *_):
         for number, variant in enumerate(variants):
             time = {"value": 10.0 - number, "unit": "us", "roofline": 5.0}
-            more = {"error": "wrong"} if wrong and variant.name == "v3" else time
+            more = {"error": "wrong"} if variant.name == wrong else time
             into.add(problem.case(), variant.name, **variant.labels(), **more)
 
     monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(gemm, "peer_variants", list)
-    done, found = measure("gemm", "--layers", "--tokens", "1")
-    assert done.returncode == (EXIT_FAILED if wrong else EXIT_OK)
-    assert {row["subject"] for row in found.rows_of("gemm_layers")} == {
-        "flat", "v3", "flat, next larger",
-    }  # fmt: skip
-    assert list(found.hashes("gemm_layers")) == ["cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"]
-    assert "flat, best known" in done.stdout and "FP8 matmul 1500 TFLOP/s" in done.stdout
-    assert ("error: v3 at T=1: wrong" in done.stderr) == wrong
-
-
-@pytest.mark.parametrize(("wrong", "status"), [("ours", EXIT_FAILED), ("a peer", EXIT_OK)])
-def test_a_wrong_one_of_the_grid_is_named_by_its_rows(wrong, status, measure, monkeypatch) -> None:
-    """A peer's is no failure of ours."""
-
-    def run_problem(into, problem, variants, *_):
-        for name in ("ours", "a peer"):
-            time = {"value": 9.0, "unit": "us", "roofline": 5.0}
-            more = {"error": "wrong"} if name == wrong else time
-            into.add(problem.case(), name, peer=name != "ours", config="128x128", **more)
-
-    monkeypatch.setattr(gemm, "run_problem", run_problem)
-    monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
-    done, _ = measure("gemm")
+    monkeypatch.setattr(gemm, "peer_variants", lambda: [Variant("a peer", print, peer=True)])
+    done, found = measure("gemm", *arguments.split())
     assert done.returncode == status
-    assert f"error: {wrong} at 128 rows, 4096x7168: wrong" in done.stderr
+    assert f"error: {wrong} at {where}: wrong" in done.stderr or not wrong
+    layers = "--layers" in arguments
+    (name,) = found.measurements
+    own = {"flat", "v3", "flat, next larger"} if layers else {"ours default"}
+    assert name == ("gemm_layers" if layers else "gemm_quick")
+    assert {row["subject"] for row in found.rows_of(name)} == {*own, "a peer"}
+    solutions = ["cutedsl_moe_fp8_flat"] * layers + ["cutedsl_moe_fp8_v3"]
+    assert [n for n in found.hashes(name)] == solutions
+    assert ("flat, best known" in done.stdout) == layers
+    assert "FP8 matmul 1500 TFLOP/s" in done.stdout
