@@ -226,12 +226,29 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
     emulation = None
     if not on_gpu:
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
-        say(
-            f"{reason}: the solutions run as their reference model on the CPU; no GPU time is "
-            "measured"
-        )
-        emulation = chosen_emulation(args)
-    pairs = pairs_left(run, plan, emulation)
+        model = "the solutions run as their reference model on the CPU; no GPU time is measured"
+        say(f"{reason}: {model}")
+    if not on_gpu and args.emulate != emulated.NONE:
+        if why := emulated.why_not():
+            say(f"no kernel is emulated: {why}")
+        else:
+            asked_for = args.workloads or args.max_tokens
+            most = emulated.MOST_TOKENS_ASKED_FOR if asked_for else emulated.MOST_TOKENS
+            say(
+                f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction"
+            )
+            emulation = emulated.Emulation(args.emulate, most)
+    done = run.done()
+
+    def lacks(trace: Trace, solution: Solution) -> bool:
+        """True if the run has no result. A result of the torch model counts as none if the kernels
+        are to be emulated now: then there was no compiler, or fewer workloads were emulated."""
+        last = done.get((trace.workload.uuid, solution.name))
+        awaits = emulation is not None and emulation.awaits(trace)
+        return last is None or (awaits and last.passed and not last.emulated)
+
+    pairs = [(t, [s for s in plan.solutions if lacks(t, s)]) for t in plan.workloads]
+    pairs = [(trace, solutions) for trace, solutions in pairs if solutions]
     say(f"{len(pairs)} workloads to run, results in {run.directory}")
 
     interrupted, start = False, time.monotonic()
@@ -251,36 +268,6 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
     ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
     run.save_info(seconds=time.monotonic() - start, ended=ended, gpus_after=environment.gpus())
     return interrupted
-
-
-def pairs_left(
-    run: Run, plan: Plan, emulation: emulated.Emulation | None
-) -> list[tuple[Trace, list[Solution]]]:
-    """Return each workload with the solutions that the run has no result of. A result of the torch
-    model only counts as none if the kernels are to be emulated now: at the time there was no
-    compiler, or fewer workloads were emulated."""
-    done = run.done()
-
-    def lacks(trace: Trace, solution: Solution) -> bool:
-        last = done.get((trace.workload.uuid, solution.name))
-        awaits = emulation is not None and emulation.awaits(trace)
-        return last is None or (awaits and last.passed and not last.emulated)
-
-    pairs = [(t, [s for s in plan.solutions if lacks(t, s)]) for t in plan.workloads]
-    return [(trace, solutions) for trace, solutions in pairs if solutions]
-
-
-def chosen_emulation(args: Namespace) -> emulated.Emulation | None:
-    """Return the emulation that is asked for, or None, and say which it is."""
-    if args.emulate == emulated.NONE:
-        return None
-    if why := emulated.why_not():
-        say(f"no kernel is emulated: {why}")
-        return None
-    asked_for = args.workloads or args.max_tokens
-    most = emulated.MOST_TOKENS_ASKED_FOR if asked_for else emulated.MOST_TOKENS
-    say(f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction")
-    return emulated.Emulation(args.emulate, most)
 
 
 def add_measurements(run: Run, args: Namespace, foreign: bool) -> None:
@@ -323,7 +310,7 @@ def run_on_gpu(
         if interrupted:
             for child in multiprocessing.active_children():
                 child.terminate()
-            say("stopped; `run.py rank` shows what was kept")
+            say("stopped; `run.py report --text` shows what was kept")
             os._exit(exit_status(number))
         interrupted.append(number)
         say("finishing this workload; Ctrl-C again stops at once")
@@ -350,7 +337,13 @@ def run_on_gpu(
                     results = [t for t in results if t.is_successful()]
                 store(results)
                 for result in results:
-                    note(result_line(result))
+                    evaluation = result.evaluation
+                    assert evaluation is not None
+                    if figures := evaluation.performance:
+                        text = f" {figures.speedup_factor:.2f}x {figures.latency_ms:.4f} ms"
+                    else:
+                        text = f": {failure_reason(evaluation)}"
+                    note(f"{result.solution}: {evaluation.status.value}{text}")
                 if interrupted:
                     signal.raise_signal(interrupted[0])  # now with the program's usual handler
                 if missing := sorted({s.name for s in solutions} - {t.solution for t in results}):
@@ -384,16 +377,6 @@ def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Tr
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-
-
-def result_line(result: Trace) -> str:
-    evaluation = result.evaluation
-    assert evaluation is not None
-    if performance := evaluation.performance:
-        figures = f"{performance.speedup_factor:.2f}x {performance.latency_ms:.4f} ms"
-        return f"{result.solution}: {evaluation.status.value} {figures}"
-    reason = failure_reason(evaluation)
-    return f"{result.solution}: {evaluation.status.value}: {reason}"
 
 
 @contextlib.contextmanager
