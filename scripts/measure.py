@@ -70,8 +70,8 @@ def writer(args: argparse.Namespace, name: str, method: str, **more: Any) -> "Wr
 
     from scripts.data.rows import Writer
 
-    given = {name: getattr(args, name) for name in ("repeats", "seed") if name in args}
-    return Writer(name, hardware_from_device(args.device), method, args.path, **given, **more)
+    settings = {key: getattr(args, key) for key in ("repeats", "seed") if key in args} | more
+    return Writer(name, hardware_from_device(args.device), method, args.path, **settings)
 
 
 def measure_times(args: argparse.Namespace) -> Shown:
@@ -220,9 +220,8 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     lengths = args.tokens or (subjects.TOKENS if len(layers) == 1 else MODEL_TOKENS)
     for layer in layers:
         chosen = subjects.choose(layer, wanted, args.local, args.run_foreign)
-        calls = functools.partial(subjects.of_solutions, layer, chosen)
-        if engines:
-            calls = subjects.Engines(layer, chosen)
+        of_solutions = functools.partial(subjects.of_solutions, layer, chosen)
+        calls = subjects.Engines(layer, chosen) if engines else of_solutions
         problems = cases.problems_of(layer, args.local, "cuda", args.seed)
         text = f"{layer.short} T={{}}".strip().format
         for length in steps(lengths, text, lambda t: 4000 + t):
@@ -315,7 +314,11 @@ def parse_arguments() -> argparse.Namespace:
     ) -> Parser:
         """Add a sub-parser with the options of all measurements and the shared ones."""
         doc, kind = inspect.cleandoc(measure.__doc__ or ""), argparse.RawDescriptionHelpFormatter
-        texts = {"help": doc.splitlines()[0], "description": doc, "epilog": EXIT_CODES}
+        texts: dict[str, Any] = {
+            "help": doc.splitlines()[0],
+            "description": doc,
+            "epilog": EXIT_CODES,
+        }
         to = subparsers.add_parser(name, formatter_class=kind, **texts)
         to.set_defaults(measure=measure)
         place = to.add_mutually_exclusive_group()
@@ -326,7 +329,7 @@ def parse_arguments() -> argparse.Namespace:
         to.add_argument("--markdown", action="store_true", help="print Markdown")
         if name != "bits":
             text = f"timed calls of each kind ({repeats})"
-            to.add_argument("--repeats", type=whole(1), default=repeats, help=text)
+            to.add_argument("--repeats", type=whole(1), default=repeats, metavar="N", help=text)
         for add_option in (options.seed, *shared):
             add_option(to)
         return to
@@ -374,12 +377,13 @@ def parse_arguments() -> argparse.Namespace:
     args.path = args.out
     if args.what in OF_A_RUN:
         args.path = args.run / "rows.jsonl" if args.run else args.out
-        name = DEFAULT.name
-        if args.run and (info := args.run / "run.json").is_file():
+        if not args.definition and args.run and (info := args.run / "run.json").is_file():
             from scripts.common import schemas
 
-            name = schemas.read(info, schemas.RunInfo).get("definition", name)
-        args.definition = args.definition or find(name)
+            args.definition = find(
+                schemas.read(info, schemas.RunInfo).get("definition", DEFAULT.name)
+            )
+        args.definition = args.definition or DEFAULT
     if "tokens" in args and args.tokens:
         args.tokens = list(dict.fromkeys(args.tokens))  # each once
 
@@ -437,7 +441,7 @@ def why_failed(row: dict[str, Any]) -> str:
     """Return the reason why a row failed; empty if it did not."""
     if changed := row.get("inputs_changed"):
         return f"changes its inputs: {', '.join(changed)}"
-    return row.get("error") or ("not finite" if row.get("output") == "not finite" else "")
+    return row.get("error", "")
 
 
 if __name__ == "__main__":

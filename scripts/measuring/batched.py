@@ -8,7 +8,7 @@ float32 scales that Hopper's GEMMs read: its masked kernel writes packed exponen
 kernel in this file is measured too, which needs neither engine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
@@ -203,34 +203,33 @@ FROM_BF16 = "batched_experts bf16"
 """Tokens without scales: the values of the FP8 tokens, quantised by the call."""
 
 
-def subjects(case: Case) -> Iterator[tuple[str, bool, Callable[[], Timed]]]:
-    """Yield names, true if a peer, and makers of calls. The calls share an output."""
-    new = partial(torch.empty, dtype=BF16, device=case.x.device)
-    there = case.there
-    g, out, unscaled = new(*case.x.shape[:2], 2 * WIDTH), new(case.x.shape), case.x.to(BF16)
-
-    def timed(run: Any, *arguments: Any) -> Timed:
-        return Timed(partial(run, case, *arguments), [out], rows=there)
-
-    yield "batched_experts fp8", False, partial(timed, ours, case.x, case.x_scale)
-    yield FROM_BF16, False, partial(timed, ours, unscaled, None)
-    for name, load in BETWEEN.items():
-        yield name, True, partial(lambda load: timed(peer, g, load()), load)
-
-
 def measure(into: Writer, case: Case, rates: Rates, repeats: int) -> None:
-    """Check the subjects, then time the correct ones in turns. Write a row for each."""
+    """Check the calls, which share an output, then time the correct ones in turns. Write a row for
+    each."""
     counts = case.counts.tolist()
     labels = {"experts": len(counts), "rows": case.expected, "fullest": max(counts)}
     gemms = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
     read = sum(gemm_bytes(sum(map(bool, counts)), 0, n, k) for n, k in gemms)
     flops = sum(gemm_flops(sum(counts), n, k) for n, k in gemms)
     least_s = max(read / bandwidth(rates), flops / rates["fp8_flops_per_s"])
+    new = partial(torch.empty, dtype=BF16, device=case.x.device)
+    g, out, unscaled = new(*case.x.shape[:2], 2 * WIDTH), new(case.x.shape), case.x.to(BF16)
+
+    def prepared(run: Any, *arguments: Any) -> Timed:
+        return Timed(partial(run, case, *arguments), [out], rows=case.there)
+
+    prepare: dict[str, Callable[[], Timed]] = {
+        "batched_experts fp8": partial(prepared, ours, case.x, case.x_scale),
+        FROM_BF16: partial(prepared, ours, unscaled, None),
+    }
+    for name, load in BETWEEN.items():
+        prepare[name] = partial(lambda load: prepared(peer, g, load()), load)
     correct, row_of = {}, {}
-    for name, is_peer, prepare in subjects(case):
-        row_of[name] = {"peer": is_peer, "clock": "device"}
+    for name in prepare:
+        is_peer = name in BETWEEN
         try:
-            correct[name], row_of[name]["calc_diff"] = checked(case, name, prepare)
+            correct[name], difference = checked(case, name, prepare[name])
+            row_of[name] = {"peer": is_peer, "clock": "device", "calc_diff": difference}
         except ImportError as error:
             into.add(labels, name, peer=is_peer, not_tried=error_line(error))
         except FAILURES as error:
