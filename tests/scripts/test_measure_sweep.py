@@ -252,7 +252,7 @@ def sweep(measure, monkeypatch):
     monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(layers, "least_ms", lambda *_: 0.04)
     monkeypatch.setattr(layers, "measure_calls", measured)
-    return lambda *arguments: (*measure("sweep", "--tokens", "1", "2", *arguments), seen)
+    return lambda *arguments: (*measure("sweep", "--tokens", "1", "2", "1", *arguments), seen)
 
 
 TIMES = "0.040 | 0.0800/0.0500 | 0.0750*/0.0450* | 53 %/89 % | 0.94x/0.90x |"
@@ -320,6 +320,7 @@ def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, mon
     monkeypatch.setattr(subjects, "Engines", engines)
     done, found, seen = sweep(*options.split())
     assert done.returncode == EXIT_OK and list(found.measurements) == [name]
+    assert len({str(row) for row in found.rows}) == len(found.rows), "each T once"
     assert found.measurements[name]["rates"] == RATES
     hashes = {s: f"hash of {OURS if s.startswith(OURS) else PEER}" for s in solutions}
     assert found.hashes(name) == hashes
