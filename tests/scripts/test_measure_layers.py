@@ -690,6 +690,10 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),
         ((3, 256, 128), [0]), ((3, 128, 256), [0]),
     ]  # fmt: skip
+    failed = {"a 0": {"error": "no memory"}}
+    monkeypatch.setattr(layers, "device_times", lambda *_: failed)
+    with pytest.raises(RuntimeError, match="a 0: no memory"):
+        layers.measure_reading(found, 3, layer)
 
 
 def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys) -> None:
