@@ -459,13 +459,10 @@ class Problems:
 
     def by_name(self, values: Sequence[Any]) -> MoeInputs:
         """Return the definition's inputs by name, with neutral values for inputs that it lacks."""
-        absent: dict[str, Any] = {
-            "routing_bias": None,
-            "local_expert_offset": 0,
-            "routed_scaling_factor": 1.0,
-        }
-        named = dict(zip(self.inputs.definition.inputs, values, strict=True))
-        return MoeInputs(**(absent | named))
+        values_of: dict[str, Any] = {"routing_bias": None, "local_expert_offset": 0}
+        values_of["routed_scaling_factor"] = 1.0
+        values_of |= zip(self.inputs.definition.inputs, values, strict=True)
+        return MoeInputs(**values_of)
 
     def of(self, length: int) -> tuple[MoeInputs, str]:
         """Return the inputs, and text that names the source of their routing."""
@@ -531,6 +528,5 @@ class SharedProblems(Problems):
 
 
 def problems_of(layer: MoeDefinition, root: Path, device: str, seed: int) -> Problems:
-    if layer is SHARED:
-        return SharedProblems(root, device, seed)
-    return Problems(root, device, seed, layer)
+    shared = layer is SHARED
+    return SharedProblems(root, device, seed) if shared else Problems(root, device, seed, layer)
