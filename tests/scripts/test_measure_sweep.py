@@ -190,11 +190,11 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     assert {fields[line]["hash"] for line in lines} == {"1"}
     assert fields["experts bf16"]["hash"] == "2"
     assert chosen.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
-    orders: list[bool] = []  # of the forms of ours
+    orders: list[tuple[bool, bool]] = []  # of the weights and the scales of ours
 
-    def noted(*arguments, gate_first, **options):
-        orders.append(gate_first)
-        return experts(*arguments, gate_first=gate_first, **options)
+    def noted(*arguments, gate_first, x_scale, **options):
+        orders.append((gate_first, x_scale is None or x_scale.is_contiguous()))
+        return experts(*arguments, gate_first=gate_first, x_scale=x_scale, **options)
 
     monkeypatch.setattr(subjects, "experts", noted)
     for name, (make, _) in made.items():
@@ -203,7 +203,8 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         call.output.fill_(float("nan"))
         call()
         assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
-    assert orders == [name != "experts fp8 up first" for name in made if "experts" in name]
+    names = [name for name in made if name.startswith("experts")]
+    assert orders == [(n != "experts fp8 up first", "token-major" not in n) for n in names]
 
 
 # --- the program ----------------------------------------------------------------------------------
