@@ -1,6 +1,8 @@
-"""Options that several programs share. Each function adds some of them to a parser."""
+"""Options that several programs share, each added to a parser by a function; names by pattern."""
 
 import argparse
+import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,8 @@ def seed(to: Parser) -> None:
 def cpu(to: Parser) -> None:
     text = "the reference model on the CPU though a GPU is there"
     to.add_argument("--cpu", action="store_true", help=text)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """True if a name matches one of the shell-style patterns, or if there are none."""
+    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)

@@ -1,14 +1,11 @@
 """Moved to scripts/measuring/cases.py, but for `matches`, which needs no torch."""
 
-import fnmatch
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
+from scripts.common.options import matches
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """True if a name matches one of the shell-style patterns, or if there are none."""
-    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
+__all__ = ["matches"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ Only the files of one definition are read. So a file of another definition that 
 flashinfer-bench cannot parse does no harm, and a large data set opens at once.
 """
 
-import fnmatch
 import math
 import tempfile
 import zlib
@@ -43,6 +42,7 @@ from scripts.common.definitions import (
     build_definition,
     size_of,
 )
+from scripts.common.options import matches
 from scripts.common.project import ROOT
 from scripts.common.text import say_skipped
 from scripts.data.traces import read_results, why_not_same
@@ -110,11 +110,6 @@ def definition_of(trace_set: TraceSet) -> Definition:
     """Return the one definition of a data set from `load`."""
     (definition,) = trace_set.definitions.values()
     return definition
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """True if a name matches one of the shell-style patterns, or if there are none."""
-    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
 
 
 def select_solutions(solutions: Sequence[Solution], patterns: Sequence[str]) -> list[Solution]:

@@ -29,12 +29,13 @@ from moe_fp8.reference import choose_experts, quantise_rows
 
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
+from scripts.common.options import matches
 from scripts.common.project import FUSED, PREFIX
 from scripts.common.text import error_line
 from scripts.data.rows import Writer
 from scripts.measuring import cases, layers
 from scripts.measuring.accuracy import LARGEST_DIFF
-from scripts.measuring.cases import Problems, definition_of, matches
+from scripts.measuring.cases import Problems, definition_of
 from scripts.measuring.clock import FAILURES, Rates, Returning, Timed, timed
 from scripts.measuring.layers import Subjects
 from scripts.pack.pack import generations, pack
