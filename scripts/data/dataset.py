@@ -9,4 +9,6 @@ __all__ = ["matches"]
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
     return getattr(importlib.import_module("scripts.measuring.cases"), name)
