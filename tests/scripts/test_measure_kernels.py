@@ -53,6 +53,8 @@ def profiled(monkeypatch):
 
 def test_figures_are_medians_and_gaps_may_be_negative(profiled) -> None:
     a, b, span, device = profiled("a", "b")
+    facts = {"subject": "x", "hash": "1", "uuid": "a", "definition": DEFAULT.name, "pairs": 4}
+    assert all(row.items() >= facts.items() for row in (a, b, span, device))
     assert (a["value"], a["p10"], a["p90"]) == (11.0, 10.0, 14.0) and "gap" not in a
     assert (b["value"], b["p10"], b["p90"], b["gap"]) == (12.0, 11.0, 15.0, -2.0)
     assert (span["value"], span["sum"], span["part"]) == (21.0, 23.0, "span")
