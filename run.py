@@ -135,9 +135,8 @@ def environment() -> dict[str, str]:
 
 def programs() -> dict[str, Path]:
     """Return the programs by name."""
-    folders = ROOT / "scripts" / "programs", ROOT / "scripts"  # the first until the merge
-    every = {path.stem: path for folder in folders for path in folder.glob("*.py")}
-    return {name: every[name] for name in sorted(every) if name != "options"}
+    every = {path.stem: path for path in (ROOT / "scripts").glob("*.py")}
+    return dict(sorted(every.items()))
 
 
 def docstring(path: Path) -> str:

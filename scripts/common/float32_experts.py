@@ -1,55 +1,11 @@
-"""The experts in float32 arithmetic on dequantised tensors."""
+"""Moved to scripts/measuring/accuracy.py."""
 
+import importlib
+import sys
 from typing import Any
 
-import torch
-from moe_fp8.call import BLOCK, Swiglu
-from moe_fp8.reference import activated, quantise_rows
 
-LARGEST_DIFF = 2e-3
-"""Most calc_diff of a correct output to the float32 reference; an FP8 intermediate makes 3e-4."""
+def __getattr__(name: str) -> Any: ...  # for mypy
 
 
-def in_float32(
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    *,
-    x_scale: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    local_expert_offset: int = 0,
-    gate_first: bool = True,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float = 1.0,
-    swiglu_beta: float = 0.0,
-    ue8m0: bool = False,
-    **others: Any,
-) -> torch.Tensor:
-    """Compute `experts` on quantised tokens and dequantised weights: `[T, H]` float32. Its other
-    options change no arithmetic here."""
-    swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
-    ids = ids.long()
-    if expert_map is not None:
-        known = (ids >= 0) & (ids < len(expert_map))
-        ids = expert_map.long()[ids.where(known, 0)].where(known, -1)
-    q, scale = (x, x_scale) if x_scale is not None else quantise_rows(x, ue8m0)
-    tokens = q.float() * scale.t().repeat_interleave(BLOCK, 1)
-    out = torch.zeros_like(tokens)
-    for expert in range(len(w13)):
-        chosen = ids == expert + local_expert_offset
-        rows = chosen.any(1).nonzero().squeeze(1)
-        if not len(rows):
-            continue
-        both = (tokens[rows] @ dequantised(w13[expert], w13_scale[expert]).t()).chunk(2, 1)
-        gate, up = both if gate_first else both[::-1]
-        y = activated(gate, up, swiglu) @ dequantised(w2[expert], w2_scale[expert]).t()
-        out.index_add_(0, rows, y * weights.float().where(chosen, 0)[rows].sum(1, keepdim=True))
-    return out
-
-
-def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+sys.modules[__name__] = importlib.import_module("scripts.measuring.accuracy")

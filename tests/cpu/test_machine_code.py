@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import digests as shipped
 from scripts.common.project import ROOT
-from scripts.measure import shipped
 from scripts.pack import machine_code as code
 
 PTX = """\
@@ -148,7 +148,7 @@ def test_units_are_those_that_ship() -> None:
 @pytest.mark.xdist_group("machine code")
 def test_the_stored_digests_are_those_of_the_sources() -> None:
     """The 46 functions of the main definition; `run.py digests --all` compares every one."""
-    command = [sys.executable, ROOT / "scripts/programs/digests.py"]
+    command = [sys.executable, ROOT / "scripts/digests.py"]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions")))
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}

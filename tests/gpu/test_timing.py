@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from scripts.measure.timing import Timed, device_times, one_after_another
+from scripts.measuring.clock import Timed, device_times, one_after_another
 from scripts.serving import worker
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1

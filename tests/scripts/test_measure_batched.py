@@ -10,10 +10,9 @@ from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.common.metrics import calc_diff
 from scripts.data.rows import Writer
-from scripts.measure import batched
-from scripts.measure.gemm_problems import uneven_rows
+from scripts.measuring import batched
+from scripts.measuring.accuracy import calc_diff
 
 BYTES = 1 + 4 / BLOCK**2
 """Bytes of a weight, with its share of a scale."""
@@ -68,8 +67,8 @@ def test_ours_and_the_peer_compute_the_same(tokens, uneven, fullest, least) -> N
 
 
 def test_uneven_rows_keep_the_sum_and_spread() -> None:
-    rows = uneven_rows(500, 32, 1)
-    assert sum(rows) == 16000 and rows == uneven_rows(500, 32, 1)
+    rows = batched.uneven_rows(500, 32, 1)
+    assert sum(rows) == 16000 and rows == batched.uneven_rows(500, 32, 1)
     assert 1.3 < max(rows) / 500 < 3.0
 
 

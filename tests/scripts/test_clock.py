@@ -9,13 +9,13 @@ import torch
 from fake_cuda import Kernel
 from moe_fp8.baselines.per_stream import REUSE
 
-from scripts.measure import timing
-from scripts.measure.timing import Span, Timed
+from scripts.measuring import clock
+from scripts.measuring.clock import Span, Timed
 
 
 def test_a_summary_has_the_spread() -> None:
     samples = [5.0, 1.0, 3.0, 2.0, 4.0, 6.0, 9.0, 7.0, 8.0, 10.0]
-    assert timing.summary(samples, method="graph") == {
+    assert clock.summary(samples, method="graph") == {
         "method": "graph", "ms": 5.5, "p10": 2.0, "p90": 10.0, "calls": 10,
     }  # fmt: skip
 
@@ -26,34 +26,34 @@ def timed(kernel: Kernel) -> Timed:
 
 def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypatch) -> None:
     """On a cold L2 cache each, the replay alone between the events, without the warm-up."""
-    monkeypatch.setattr(timing, "traced", cuda.traced)
+    monkeypatch.setattr(clock, "traced", cuda.traced)
     a, waits = Kernel(cuda, "a"), Kernel(cuda, "waits", waits=99)
     b = Kernel(cuda, "b", waits=1)  # to compile, say
     calls = {kernel.name: timed(kernel) for kernel in (a, waits, b)}
-    found = timing.device_times(calls, repeats=9)
+    found = clock.device_times(calls, repeats=9)
     for kernel in (a, b):
-        expected = timing.summary(kernel.took[-9:], method="graph")
+        expected = clock.summary(kernel.took[-9:], method="graph")
         assert found[kernel.name] == pytest.approx(expected)
         assert found[kernel.name]["ms"] == pytest.approx(kernel.took[-5]), "the median"
-    expected = timing.summary(waits.took[-7:], method="kernel sum")
+    expected = clock.summary(waits.took[-7:], method="kernel sum")
     assert found["waits"] == pytest.approx(expected), "tracing takes long: seven times"
     of_a, of_b = (["flush", "event", name, "event", "wait"] for name in "ab")
     timed_log = cuda.log[-11 * 10 :]
     assert timed_log == [*of_a, *of_b] * 11, "two rounds of warm-up and nine that count"
     traced = [x for x in cuda.log[: -11 * 10] if x in ("flush", "waits")]
     assert traced[-14:] == ["flush", "waits"] * 7
-    timing.device_times({"again": timed(a)}, repeats=1)
+    clock.device_times({"again": timed(a)}, repeats=1)
     c, each = Kernel(cuda, "c"), Timed(lambda out: None, [torch.zeros(1)])
     cuda.log.clear()
-    several = timing.one_after_another([each, timed(c), timed(c), Timed(c, [c.out], rows=[1])])
+    several = clock.one_after_another([each, timed(c), timed(c), Timed(c, [c.out], rows=[1])])
     assert several.rows == [1]
-    timing.device_times({"several": several}, repeats=1)
+    clock.device_times({"several": several}, repeats=1)
     assert cuda.log[-7:] == ["flush", "event", *["c"] * 3, "event", "wait"]
     monkeypatch.setattr(
-        timing.harness, "do_bench", lambda fn, setup, **_: [fn(setup())], raising=False
+        clock.harness, "do_bench", lambda fn, setup, **_: [fn(setup())], raising=False
     )
-    timing.harness_times(timed(b), 1)
-    assert cuda.called_on == {timing.own_stream()}, "a solution keeps its buffers for each"
+    clock.harness_times(timed(b), 1)
+    assert cuda.called_on == {clock.own_stream()}, "a solution keeps its buffers for each"
 
 
 def test_a_graph_is_given_what_was_kept_for_the_call(cuda) -> None:
@@ -64,8 +64,8 @@ def test_a_graph_is_given_what_was_kept_for_the_call(cuda) -> None:
         seen.add((cuda.captured is not None, cuda.stream, REUSE in os.environ))
         kernel(*arguments)
 
-    timing.device_times({"a": Timed(run, [1, kernel.out])}, repeats=1)
-    stream = timing.own_stream()
+    clock.device_times({"a": Timed(run, [1, kernel.out])}, repeats=1)
+    stream = clock.own_stream()
     assert seen == {(False, stream, False), (False, stream, True), (True, stream, True)}
     assert REUSE not in os.environ
 
@@ -77,7 +77,7 @@ def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
     cuda, broken, capsys
 ) -> None:
     kernels = Kernel(cuda, "broken", **broken), Kernel(cuda, "right")
-    found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=3)
+    found = clock.device_times({k.name: timed(k) for k in kernels}, repeats=3)
     assert found["broken"] == {
         "error": "RuntimeError: a replay of the captured call gives another output than the call"
     }
@@ -96,17 +96,17 @@ def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.log.append("given back"))
     kernels = [Kernel(cuda, "a"), Large(cuda, "large"), Kernel(cuda, "b")]
-    found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=4)
+    found = clock.device_times({k.name: timed(k) for k in kernels}, repeats=4)
     for kernel in kernels:
-        assert found[kernel.name] == pytest.approx(timing.summary(kernel.took[-4:], method="graph"))
+        assert found[kernel.name] == pytest.approx(clock.summary(kernel.took[-4:], method="graph"))
     then = cuda.log.index("given back")
     replays = [x for x in cuda.log[:then] if x in "ab"]
     assert replays[-6:] == ["a"] * 6, "with two rounds of warm-up, before the second attempt"
     assert "a" not in cuda.log[then:]
     assert not capsys.readouterr().err, "nothing went wrong"
-    again = timing.device_times({"large": timed(Large(cuda, "large"))}, repeats=1)
+    again = clock.device_times({"large": timed(Large(cuda, "large"))}, repeats=1)
     assert again["large"]["calls"] == 1
-    assert cuda.called_on == {timing.own_stream()}, "of all problems"
+    assert cuda.called_on == {clock.own_stream()}, "of all problems"
 
 
 def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
@@ -118,7 +118,7 @@ def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
             raise torch.OutOfMemoryError("No memory. Tried to allocate 3.50 GiB. See the manual.")
 
     kernels = [Larger(cuda, "larger"), Kernel(cuda, "a"), Larger(cuda, "last")]
-    found = timing.device_times({k.name: timed(k) for k in kernels}, repeats=2)
+    found = clock.device_times({k.name: timed(k) for k in kernels}, repeats=2)
     error = {"error": "OutOfMemoryError: No memory. Tried to allocate 3.50 GiB"}
     assert found["larger"] == found["last"] == error
     assert found["a"]["calls"] == 2
@@ -139,22 +139,22 @@ def test_the_harness_gets_copies_and_keeps_every_call(cuda, monkeypatch) -> None
         seen.append((int(x), factor))
         x.zero_()
 
-    monkeypatch.setattr(timing.harness, "do_bench", do_bench, raising=False)
+    monkeypatch.setattr(clock.harness, "do_bench", do_bench, raising=False)
     call = Timed(vandal, [torch.tensor(7), 2, torch.zeros(1)])
-    assert timing.harness_times(call, 4) == timing.summary([1.0, 5.0, 2.0])
-    assert seen == [(7, 2)] * (timing.WARMUP + 4)
+    assert clock.harness_times(call, 4) == clock.summary([1.0, 5.0, 2.0])
+    assert seen == [(7, 2)] * (clock.WARMUP + 4)
 
 
 def test_a_solution_has_its_own_tokens_and_shares_the_weights(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path))
     x, w = torch.ones(3, small.WIDTH), torch.ones(small.WIDTH, small.WIDTH, dtype=torch.bfloat16)
-    call = timing.timed(small.definition(), small.solution("right"), [x, w, 2.0], "cpu")
+    call = clock.timed(small.definition(), small.solution("right"), [x, w, 2.0], "cpu")
     assert call.as_defined and call.arguments[0] is not x and torch.equal(call.arguments[0], x)
     assert call.arguments[1] is w and call.arguments[2] == 2.0
     call()
     assert torch.equal(call.output.float(), torch.full((3, small.WIDTH), 2.0 * small.WIDTH))
     returns = small.solution("returns", small.REFERENCE, dps=False)
-    call = timing.timed(small.definition(), returns, [x, w, 2.0], "cpu")
+    call = clock.timed(small.definition(), returns, [x, w, 2.0], "cpu")
     allocated = call.output
     call()
     assert call.output is not allocated
@@ -176,17 +176,17 @@ def test_a_call_waits_if_torch_says_so(error, waiting, monkeypatch) -> None:
 
     if waiting is None:
         with pytest.raises(RuntimeError, match="out of memory"):
-            timing.waits(call)
+            clock.waits(call)
     else:
-        assert timing.waits(call) == waiting
+        assert clock.waits(call) == waiting
     assert modes == ["error", "default"]
 
 
 def test_a_traced_call_takes_what_its_kernels_take(cuda, monkeypatch) -> None:
     """Pauses and what runs side by side are left out."""
     spans = [Span("a", 100, 150), Span("b", 120, 130), Span("c", 300, 420)]
-    monkeypatch.setattr(timing, "traced", lambda call: spans)
-    found = timing.device_times({"x": timed(Kernel(cuda, "x", waits=99))}, repeats=2)
+    monkeypatch.setattr(clock, "traced", lambda call: spans)
+    found = clock.device_times({"x": timed(Kernel(cuda, "x", waits=99))}, repeats=2)
     assert found["x"]["ms"] == pytest.approx(0.18) and found["x"]["calls"] == 2
 
 
@@ -208,25 +208,6 @@ def calls_of(*kernels: str, calls: int) -> list[Span]:
     return spans
 
 
-def test_a_trace_is_cut_into_calls_without_their_flush() -> None:
-    parts = timing.split(calls_of("a", "b", calls=3), 3)
-    assert [[s.name for s in part] for part in parts] == [["a", "b"]] * 3
-    assert [part[0].start for part in parts] == [150, 1150, 2150]
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        calls_of("a", "b", calls=3)[:-1],
-        calls_of(calls=3),
-        [*calls_of("a", "b", calls=2), *calls_of("b", "a", calls=1)],
-    ],
-)
-def test_calls_that_differ_are_refused(spans: list[Span]) -> None:
-    with pytest.raises(RuntimeError, match="do not repeat call by call"):
-        timing.split(spans, 3)
-
-
 def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     seen = [(cuda, "late", 300, 420), (cpu, "aten::x", 0, 900), (cuda, "early", 100, 500)]
@@ -246,25 +227,29 @@ def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
                 for device, name, start, end in seen
             ]
 
-    monkeypatch.setattr(timing, "profile", Profile)
+    monkeypatch.setattr(clock, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert timing.traced(lambda: None) == [Span("early", 100, 500), Span("late", 300, 420)]
+    assert clock.traced(lambda: None) == [Span("early", 100, 500), Span("late", 300, 420)]
     seen[:] = seen[1:2]
     with pytest.raises(RuntimeError, match="saw no kernel"):
-        timing.traced(lambda: None)
+        clock.traced(lambda: None)
 
 
 def test_every_call_is_flushed_and_the_first_ones_do_not_count(monkeypatch) -> None:
     made: list[str] = []
 
-    def traced(run) -> list[Span]:
-        run()
-        return calls_of("a", calls=made.count("call"))
+    def calls(spans: list[Span]) -> list[list[Span]]:
+        monkeypatch.setattr(clock, "traced", lambda run: run() or spans)
+        return clock.traced_calls(
+            lambda: made.append("call"), lambda: made.append("flush"), repeats=3
+        )
 
-    monkeypatch.setattr(timing, "traced", traced)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
-    calls = timing.traced_calls(
-        lambda: made.append("call"), lambda: made.append("flush"), repeats=3
-    )
-    assert made == ["flush", "wait", "call", "wait"] * (timing.TRACE_WARMUP + 3)
-    assert [call[0].start for call in calls] == [2150, 3150, 4150]
+    found = calls(calls_of("a", "b", calls=5))
+    assert made == ["flush", "wait", "call", "wait"] * (clock.TRACE_WARMUP + 3)
+    assert [[s.name for s in call] for call in found] == [["a", "b"]] * 3
+    assert [call[0].start for call in found] == [2150, 3150, 4150]
+    other = [*calls_of("a", "b", calls=4), *calls_of("b", "a", calls=1)]
+    for spans in (calls_of("a", "b", calls=5)[:-1], calls_of(calls=5), other):
+        with pytest.raises(RuntimeError, match="do not repeat call by call"):
+            calls(spans)

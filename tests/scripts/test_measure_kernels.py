@@ -1,17 +1,18 @@
 """A call kernel by kernel: work by hand, the rows, the table, and the program."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from programs import RATES
-from test_timing import FLUSH, calls_of
+from test_clock import FLUSH, calls_of
 
 from scripts.common.definitions import DEFAULT, find
 from scripts.common.roofline import pair_flops
 from scripts.data import rows
-from scripts.measure import kernels, plan, roofline, timing
-from scripts.measure.gemm_problems import Histogram
-from scripts.measure.kernels import Work
-from scripts.programs import measure as program
+from scripts.measuring import cases, clock, kernels, layers
+from scripts.measuring.cases import Histogram
+from scripts.measuring.kernels import Work
 from scripts.table.pivots import kernels_table
 
 OURS = "kernel_cutlass_kernel_moe_fp8_3f2a{}_object_at__tensor00_o_i64_div471681110_Cop_3"
@@ -34,7 +35,8 @@ def profiled(monkeypatch):
     """Rows of a call with these kernels, traced three times."""
 
     def run(*names: str, device: dict | None = None, eager: bool = False) -> list[dict]:
-        traced = timing.split(calls_of(*names, calls=3), 3)
+        spans, each = calls_of(*names, calls=3), len(names) + 1
+        traced = [spans[i * each + 1 : (i + 1) * each] for i in range(3)]
         device = device or {"ms": 0.009, "p10": 0.008, "p90": 0.01, "calls": 3, "method": "graph"}
         monkeypatch.setattr(kernels, "waits", lambda call: False)
         monkeypatch.setattr(kernels, "captured", lambda call: call)
@@ -42,19 +44,8 @@ def profiled(monkeypatch):
         monkeypatch.setattr(kernels, "traced_calls", lambda *_: traced)
         monkeypatch.setattr(kernels, "device_times", lambda *_: {"": device})
         into, h = rows.Writer("kernels", "a GPU", "m"), Histogram("a", 3, (3, 0, 1), hit=2)
-        of = (
-            into,
-            {"uuid": "a", **h.counts()},
-            "x",
-            lambda: None,
-            h,
-            DEFAULT,
-            RATES,
-            5.0,
-            3,
-            eager,
-        )
-        kernels.measure(*of, hash="1")
+        solution = SimpleNamespace(name="x", hash=lambda: "1")
+        kernels.measure(into, solution, lambda: None, h, DEFAULT, RATES, 5.0, 3, eager)
         return into.rows
 
     return run
@@ -62,6 +53,8 @@ def profiled(monkeypatch):
 
 def test_figures_are_medians_and_gaps_may_be_negative(profiled) -> None:
     a, b, span, device = profiled("a", "b")
+    facts = {"subject": "x", "hash": "1", "uuid": "a", "definition": DEFAULT.name, "pairs": 4}
+    assert all(row.items() >= facts.items() for row in (a, b, span, device))
     assert (a["value"], a["p10"], a["p90"]) == (11.0, 10.0, 14.0) and "gap" not in a
     assert (b["value"], b["p10"], b["p90"], b["gap"]) == (12.0, 11.0, 15.0, -2.0)
     assert (span["value"], span["sum"], span["part"]) == (21.0, 23.0, "span")
@@ -218,19 +211,21 @@ def test_a_call_is_marked_once(monkeypatch) -> None:
 @pytest.mark.all
 def test_each_definition_and_workload_has_its_rows_and_table(measure, monkeypatch) -> None:
     """Everything but the GPU's own measurements, on the smallest workload."""
-    choose, seen, marked = plan.choose, [], []
+    choose, seen, marked = cases.choose, [], []
 
-    def measured(into, case, subject, call, h, layer, rates, least_us, repeats, eager, **of):
+    def measured(into, solution, call, h, layer, rates, least_us, repeats, eager):
         assert least_us == pytest.approx(40.0)
-        seen.append((subject, call, case["active"], layer.short, rates, repeats, eager))
-        into.add(case, subject, value=11.0, unit="us", part="gemm1", **of)
+        case = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
+        seen.append((solution.name, call, case["active"], layer.short, rates, repeats, eager))
+        of = {"hash": solution.hash()}
+        into.add(case, solution.name, value=11.0, unit="us", part="gemm1", **of)
 
-    monkeypatch.setattr(timing, "timed", lambda definition, solution, inputs, device: "call")
+    monkeypatch.setattr(clock, "timed", lambda definition, solution, inputs, device: "call")
     monkeypatch.setattr(kernels, "measure", measured)
-    monkeypatch.setattr(roofline, "measure_reading", lambda found, *_: {found[0].uuid: 0.04})
+    monkeypatch.setattr(layers, "measure_reading", lambda found, *_: {found[0].uuid: 0.04})
     monkeypatch.setattr(kernels, "one_call", marked.append)
-    monkeypatch.setattr(program.Inputs, "of", lambda self, workload: [])
-    monkeypatch.setattr(plan, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))
+    monkeypatch.setattr(cases.Inputs, "of", lambda self, workload: [])
+    monkeypatch.setattr(cases, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))
     arguments = ["kernels", "--workloads", "1"]
     done, none = measure(*arguments, "--only-call")
     assert done.returncode == 0 and marked == ["call"] and not none.rows

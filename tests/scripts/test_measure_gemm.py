@@ -16,32 +16,30 @@ import torch
 from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.ladder import v3_clustered, v4_flat
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_OK
 from scripts.common.project import ROOT
-from scripts.data import rows, workload_specs
-from scripts.measure import gemm, gemm_variants, gpu
-from scripts.measure.gemm import Timing, run_problem
-from scripts.measure.gemm_problems import (
+from scripts.data import rows
+from scripts.measuring import clock, gemm
+from scripts.measuring.cases import Histogram, histograms
+from scripts.measuring.clock import Timed
+from scripts.measuring.gemm import (
     BLOCK,
     LAYER_SHAPES,
-    SOLUTIONS,
-    Histogram,
-    Problem,
-    grid_problems,
-    histograms,
-    layer_problems,
-)
-from scripts.measure.gemm_variants import (
+    LAYOUTS,
     Checker,
     Operands,
+    Problem,
     Variant,
     Weights,
+    grid_problems,
     heuristic,
+    layer_problems,
     ours,
+    run_problem,
     weights,
 )
-from scripts.measure.timing import Timed
 from scripts.table import pivots
 
 CPU = torch.device("cpu")
@@ -75,7 +73,7 @@ def peers(monkeypatch):
     deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked = noting
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
     monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel(DEEPSEEK_V3))
-    found = gemm_variants.deepgemm_variants() + gemm_variants.sgl_variants()
+    found = gemm.deepgemm_variants() + gemm.sgl_variants()
     return SimpleNamespace(variants=found, expected=expected)
 
 
@@ -132,15 +130,6 @@ def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> 
     assert checker.calc_diff(broken(lambda out: out[135].neg_())) > 1
 
 
-def test_weights_are_drawn_once_a_shape() -> None:
-    first = weights(2, 128, 256, "cpu", 3)
-    b, scale = first.get(1)
-    assert len(first.sets) == 2 and b.shape == (2, 128, 256) and scale.shape == (2, 1, 2)
-    assert weights(2, 128, 256, "cpu", 3) is first
-    x = Operands(Problem((3, 2), 128, 256), first, 1)
-    assert x.b is b and x.a.shape == (8, 256)  # rows of a multiple of four
-
-
 def test_the_study_is_81_configurations() -> None:
     problems = grid_problems("study")
     assert len(set(problems)) == len(problems) == 81
@@ -152,19 +141,11 @@ def test_the_study_is_81_configurations() -> None:
     assert changes == 26  # problems with the same weights lie side by side
 
 
-def test_histograms_are_those_of_the_spec() -> None:
-    small = {s.uuid: s for s in workload_specs.load_specs() if s.seq_len <= 100}
-    found = histograms(ROOT, [s.seq_len for s in small.values()])
-    assert len(found) == len(small) == 16
-    for histogram in found:
-        spec = small[histogram.uuid]
-        assert histogram.tokens == spec.seq_len and len(histogram.rows) == 32
-        assert sum(histogram.rows) == spec.counts["pairs"]
-        assert sum(r > 0 for r in histogram.rows) == spec.counts["active"]
-        assert max(histogram.rows) == spec.counts["max"]
-    problems = layer_problems(found)
-    assert [(p.n, p.k) for p in problems] == [(4096, 7168)] * 16 + [(7168, 2048)] * 16
-    assert layer_problems([Histogram("x", 1, (0,) * 32)]) == []
+def test_problems_are_both_gemms_of_each_workload_with_rows() -> None:
+    found = layer_problems(histograms(ROOT, [1, 7]) + [Histogram("x", 1, (0,) * 32)])
+    assert [(p.n, p.k, p.tokens) for p in found] == [
+        (n, k, tokens) for n, k in ((4096, 7168), (7168, 2048)) for tokens in (7, 1)
+    ]
 
 
 def written(*ratios: tuple[float | None, float, int | None], peer_us: float = 10.0) -> rows.Rows:
@@ -207,7 +188,7 @@ def test_the_table_has_the_rates_of_ours() -> None:
     assert table["a peer"][1] == "10.0*"
 
 
-def clock(calls, repeats):
+def timed(calls, repeats):
     """Replace the timing: a launch of ours takes 10 us, the n-th other n more."""
     for call in calls.values():
         call()
@@ -223,7 +204,7 @@ def no_gpu(monkeypatch):
     """run_problem on the CPU, with made-up times."""
     cache = SimpleNamespace(L2_cache_size=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cache)
-    monkeypatch.setattr(gemm, "device_times", clock)
+    monkeypatch.setattr(gemm, "device_times", timed)
     source = weights
     monkeypatch.setattr(gemm, "weights", lambda e, n, k, device, seed: source(e, n, k, "cpu", seed))
 
@@ -240,7 +221,7 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     wrong = Variant("wrong", lambda x: Timed(more(x), [x.out], rows=x.flat.index))
     variants = [good, *peers.variants, wrong]
     into = rows.Writer("gemm_quick", "a GPU", "m")
-    run_problem(into, problem, variants, Timing(FLOORS, 3))
+    run_problem(into, problem, variants, FLOORS, 3, 2026)
     found = list(into.rows)
     assert [r["subject"] for r in found] == [v.name for v in variants]
     assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
@@ -252,8 +233,8 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
     (mine, *_), ratio = found, pivots.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
     assert ratio == pytest.approx(1.1) and "hash" not in mine
-    slow = Timing(FLOORS | {"fp8_flops_per_s": 1e9}, 3)
-    run_problem(into, problem, variants[:1], slow)
+    slow = FLOORS | {"fp8_flops_per_s": 1e9}
+    run_problem(into, problem, variants[:1], slow, 3, 2026)
     assert into.rows[-1]["roofline"] == problem.flops / 1e3
 
 
@@ -273,7 +254,7 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     monkeypatch.setattr(gemm, "LAUNCHES", 40)
     problem = Problem(UNEVEN, 256, 384)
     into = rows.Writer("gemm_quick", "a GPU", "m")
-    run_problem(into, problem, [ours("ours", None)], Timing(FLOORS, 3))
+    run_problem(into, problem, [ours("ours", None)], FLOORS, 3, 2026)
     assert len(seen) == 3, "ours, and the reading in two orders"
     for operands_of in seen:
         sets = len(set(operands_of))
@@ -310,8 +291,8 @@ def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:
 
 def test_a_peer_that_is_not_there_is_said_and_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
-    gemm_variants.peer_variants.cache_clear()
-    monkeypatch.setattr(gemm_variants, "PEERS", {"sgl": gemm_variants.sgl_variants})
+    gemm.peer_variants.cache_clear()
+    monkeypatch.setattr(gemm, "PEERS", {"sgl": gemm.sgl_variants})
     variants = gemm.collect_variants(False, Problem((1,), 128, 128))
     assert [v.name for v in variants] == ["ours default"]
     assert "sgl: not measured" in capsys.readouterr().err
@@ -327,7 +308,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 
 
 @pytest.mark.parametrize(("tokens", "rows"), WORKLOADS)
-@pytest.mark.parametrize("name", SOLUTIONS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """The layer passes these configs to its GEMMs; kernels and routing are stand-ins."""
     from moe_fp8.call import GroupedRows, MoeInputs
@@ -335,7 +316,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
 
     launched: list[Any] = []
     rows_of = torch.tensor([0, *rows]).cumsum(0).int()
-    module = importlib.import_module(f"moe_fp8.ladder.{SOLUTIONS[name][0]}")
+    module = {"flat": v4_flat, "v3": v3_clustered}[name]
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
@@ -347,48 +328,31 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     output = torch.empty(tokens, DEEPSEEK_V3.hidden_size, dtype=torch.bfloat16, device="meta")
     module.moe.__wrapped__(inputs, output, DEEPSEEK_V3)
     shapes = LAYER_SHAPES.values()
-    found = [gemm_variants.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
+    found = [gemm.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
     assert found == launched
+    if name == "v3":  # flat knows the tokens alone
+        assert found == [heuristic(Problem(rows, n, k, tokens)) for n, k in shapes]
 
 
-def test_flat_ships_what_the_number_of_tokens_says_and_v3_what_the_rows_say() -> None:
-    few, many = (1,) * 32, (60,) * 32
-    n, k = LAYER_SHAPES["gemm1"]
-    problems = [Problem(rows, n, k, tokens=32) for rows in (few, many)]
-    flat = [gemm_variants.shipped("flat", p) for p in problems]
-    v3 = [gemm_variants.shipped("v3", p) for p in problems]
-    assert flat[0] == flat[1] and flat[0].tile_m == 8
-    assert v3[0].tile_m == 8 and v3[1].tile_m == 64
-    problems.append(Problem((41, 20, 76, 30) * 8, n, k, tokens=901))
-    assert [*v3, gemm_variants.shipped("v3", problems[2])] == [heuristic(p) for p in problems]
-
-
-def test_beside_flats_config_stand_those_next_to_it() -> None:
-    n, k = LAYER_SHAPES["gemm1"]
-    rungs = list(map(str, gemm_variants.ladder()))
-
-    def tried(tokens: int) -> dict[str, int]:
-        found = gemm_variants.solution_variants("flat", Problem((1,) * 32, n, k, tokens))
-        return {v.name: rungs.index(v.config) - rungs.index(found[0].config) for v in found}
-
-    assert tried(1) == {"flat": 0, "flat, next larger": 1}
-    assert tried(80) == {"flat": 0, "flat, next smaller": -1, "flat, next larger": 1}
-    (v3,) = gemm_variants.solution_variants("v3", Problem((1,) * 32, n, k, 80))
-    assert v3.name == "v3"
-
-
-def test_rows_name_the_solutions_whose_kernel_was_timed(monkeypatch) -> None:
+def test_beside_flats_config_stand_those_next_to_it(monkeypatch) -> None:
+    """Rows name the solutions whose kernel was timed."""
     monkeypatch.setattr(gemm, "peer_variants", list)
     n, k = LAYER_SHAPES["gemm1"]
-    variants = gemm.collect_variants(True, Problem((1,) * 32, n, k, 80))
-    solutions = {v.name: v.labels().get("solution") for v in variants}
-    flat, v3 = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"
-    assert solutions == dict.fromkeys(("flat", "flat, next smaller", "flat, next larger"), flat) | {
-        "v3": v3
-    }
-    assert all(len(v.labels()["hash"]) == 40 for v in variants)
-    (default,) = gemm.collect_variants(False, Problem((1,), 128, 128))
-    assert default.labels()["solution"] == v3
+    rungs = list(map(str, gemm.ladder()))
+
+    def tried(tokens: int) -> dict[tuple[str, str], int]:
+        found = gemm.collect_variants(True, Problem((1,) * 32, n, k, tokens))
+        assert all(len(v.labels()["hash"]) == 40 for v in found)
+        at = rungs.index(found[0].config)
+        return {(v.name, v.solution[-4:]): rungs.index(v.config) - at for v in found[:-1]}
+
+    larger, smaller = ("flat, next larger", "flat"), ("flat, next smaller", "flat")
+    assert tried(1) == {("flat", "flat"): 0, larger: 1}
+    assert tried(80) == {("flat", "flat"): 0, smaller: -1, larger: 1}
+    for layers, problem in ((True, Problem((1,) * 32, n, k, 80)), (False, Problem((1,), 128, 128))):
+        v3 = gemm.collect_variants(layers, problem)[-1]
+        assert v3.name == ("v3" if layers else "ours default")
+        assert v3.labels()["solution"] == "cutedsl_moe_fp8_v3"
 
 
 def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
@@ -398,11 +362,11 @@ def test_triton_is_a_peer_with_the_tiles_it_ships(monkeypatch) -> None:
     n, k = LAYER_SHAPES["gemm1"]
     for tokens in (1, 80, 14107):
         pair = triton_moe.tiles(tokens)
-        assert gemm_variants.shipped_tile(Problem((1,) * 32, n, k, tokens)) == pair[0]
-        assert gemm_variants.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
+        assert gemm.shipped_tile(Problem((1,) * 32, n, k, tokens)) == pair[0]
+        assert gemm.shipped_tile(Problem((1,) * 32, k, n, tokens)) == pair[1]
     even = Problem((64,) * 8, n, k)
-    assert gemm_variants.shipped_tile(even) == triton_moe.tiles(2048)[0]
-    assert [v.name for v in gemm_variants.triton_variants()] == ["triton_moe"]
+    assert gemm.shipped_tile(even) == triton_moe.tiles(2048)[0]
+    assert [v.name for v in gemm.triton_variants()] == ["triton_moe"]
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm100"])
@@ -410,53 +374,48 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     """The ladder is its heuristic's; the shipped configs and those beside them are its own."""
     rules = importlib.import_module(f"moe_fp8.kernels.heuristic_{name}")
     architecture = HOPPER if name == "sm90" else BLACKWELL
-    monkeypatch.setattr(gpu, "architecture", lambda: architecture)
+    monkeypatch.setattr(clock, "architecture", lambda: architecture)
     n, k = LAYER_SHAPES["gemm1"]
-    rungs = gemm_variants.ladder()
+    rungs = gemm.ladder()
     assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.UNEVEN)] + [rules.LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
-        chosen = [heuristic(problem), *(gemm_variants.shipped(s, problem) for s in SOLUTIONS)]
+        chosen = [heuristic(problem), *(gemm.shipped(s, problem) for s in LAYOUTS)]
         assert {type(config) for config in chosen} == {type(rules.LARGEST)}
-        tried = gemm_variants.solution_variants("flat", problem)
+        tried = gemm.solution_variants("flat", problem)
         assert {variant.config for variant in tried} <= set(map(str, rungs))
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_rows_and_tables_of_the_layers_gemms(wrong, measure, monkeypatch) -> None:
-    """Everything but the timing, at the smallest workload."""
+@pytest.mark.parametrize(
+    ("arguments", "wrong", "status", "where"),
+    [
+        ("--layers --tokens 1", "", EXIT_OK, ""),
+        ("--layers --tokens 1", "v3", EXIT_FAILED, "T=1"),
+        ("", "ours default", EXIT_FAILED, "128 rows, 4096x7168"),
+        ("--grid quick", "a peer", EXIT_OK, "128 rows, 4096x7168"),  # no failure of ours
+    ],
+)
+def test_the_program(arguments, wrong, status, where, measure, monkeypatch) -> None:
+    """Everything but the timing."""
 
-    def run_problem(into, problem, variants, timing):
+    def run_problem(into, problem, variants, *_):
         for number, variant in enumerate(variants):
             time = {"value": 10.0 - number, "unit": "us", "roofline": 5.0}
-            more = {"error": "wrong"} if wrong and variant.name == "v3" else time
+            more = {"error": "wrong"} if variant.name == wrong else time
             into.add(problem.case(), variant.name, **variant.labels(), **more)
 
     monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(gemm, "peer_variants", list)
-    done, found = measure("gemm", "--layers", "--tokens", "1")
-    assert done.returncode == (EXIT_FAILED if wrong else EXIT_OK)
-    assert {row["subject"] for row in found.rows_of("gemm_layers")} == {
-        "flat", "v3", "flat, next larger",
-    }  # fmt: skip
-    assert list(found.hashes("gemm_layers")) == ["cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_v3"]
-    assert "flat, best known" in done.stdout and "FP8 matmul 1500 TFLOP/s" in done.stdout
-    assert ("error: v3 at T=1: wrong" in done.stderr) == wrong
-
-
-@pytest.mark.parametrize(("wrong", "status"), [("ours", EXIT_FAILED), ("a peer", EXIT_OK)])
-def test_a_wrong_one_of_the_grid_is_named_by_its_rows(wrong, status, measure, monkeypatch) -> None:
-    """A peer's is no failure of ours."""
-
-    def run_problem(into, problem, variants, timing):
-        for name in ("ours", "a peer"):
-            time = {"value": 9.0, "unit": "us", "roofline": 5.0}
-            more = {"error": "wrong"} if name == wrong else time
-            into.add(problem.case(), name, peer=name != "ours", config="128x128", **more)
-
-    monkeypatch.setattr(gemm, "run_problem", run_problem)
-    monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
-    done, _ = measure("gemm")
+    monkeypatch.setattr(gemm, "peer_variants", lambda: [Variant("a peer", print, peer=True)])
+    done, found = measure("gemm", *arguments.split())
     assert done.returncode == status
-    assert f"error: {wrong} at 128 rows, 4096x7168: wrong" in done.stderr
+    assert f"error: {wrong} at {where}: wrong" in done.stderr or not wrong
+    layers = "--layers" in arguments
+    (name,) = found.measurements
+    own = {"flat", "v3", "flat, next larger"} if layers else {"ours default"}
+    assert name == ("gemm_layers" if layers else "gemm_quick")
+    assert {row["subject"] for row in found.rows_of(name)} == {*own, "a peer"}
+    solutions = ["cutedsl_moe_fp8_flat"] * layers + ["cutedsl_moe_fp8_v3"]
+    assert [n for n in found.hashes(name)] == solutions
+    assert ("flat, best known" in done.stdout) == layers
+    assert "FP8 matmul 1500 TFLOP/s" in done.stdout

@@ -28,7 +28,7 @@ import small
 import small_record
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
-from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
+from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, load_jsonl_file
 from programs import Done, call, gone
 from safetensors.torch import save
 from small import solution
@@ -38,17 +38,17 @@ from scripts.common import command_line
 from scripts.common.command_line import ENDING
 from scripts.common.definitions import MoeDefinition, find
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset
 from scripts.data.traces import read_results
-from scripts.measure import bench, cpu_bench, emulated, plan, times
-from scripts.measure.timing import HARNESS_CLOCK
+from scripts.measure import cpu_bench, emulated
+from scripts.measuring import cases, harness, layers
+from scripts.measuring.clock import HARNESS_CLOCK
 from scripts.pack import availability, pack
 from scripts.publishing import pages as report
 from scripts.table import recorded
 
 DIED = "worker died: out of memory"
 NO_COMPILER = "it needs a C++17 compiler"
-LOAD_WITH_OURS = plan.load_with_ours
+LOAD_WITH_OURS = cases.load_with_ours
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
@@ -150,13 +150,13 @@ def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
     made = Bench(tmp_path)
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(plan, "hardware_from_device", lambda device: "GPU")
-    monkeypatch.setattr(plan, "this_machine", lambda gpu: availability.Machine(None, str))
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, traces: None)
-    monkeypatch.setattr(plan, "load_with_ours", made.load)
+    monkeypatch.setattr(cases, "hardware_from_device", lambda device: "GPU")
+    monkeypatch.setattr(cases, "this_machine", lambda gpu: availability.Machine(None, str))
+    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
+    monkeypatch.setattr(cases, "load_with_ours", made.load)
     monkeypatch.setattr(cpu_bench, "memory_needed", lambda definition: 0)
     monkeypatch.setattr(emulated, "why_not", lambda: NO_COMPILER)
-    monkeypatch.setattr(bench, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
+    monkeypatch.setattr(harness, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
     monkeypatch.setattr(recorded, "recorded_runs", lambda **_: [])
     return made
 
@@ -168,9 +168,9 @@ def gpu(on_cpu, monkeypatch) -> Iterator[Bench]:
     machine = availability.Machine((9, 0), availability.installed_version)
     monkeypatch.setattr(command_line, "interrupted_by", signal.SIGINT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(plan, "this_machine", lambda use_gpu: machine)
-    monkeypatch.setattr(bench, "Benchmark", functools.partial(FakeBenchmark, on_cpu))
-    monkeypatch.setattr(bench, "add_measurements", lambda *_: None)
+    monkeypatch.setattr(cases, "this_machine", lambda use_gpu: machine)
+    monkeypatch.setattr(harness, "Benchmark", functools.partial(FakeBenchmark, on_cpu))
+    monkeypatch.setattr(harness, "add_measurements", lambda *_: None)
     yield on_cpu
     for each, handler in zip(ENDING, before, strict=True):
         signal.signal(each, handler)
@@ -327,8 +327,8 @@ def test_the_second_ctrl_c_ends_the_program_and_its_workers(
         raise Left(status)
 
     worker = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(bench.multiprocessing, "active_children", lambda: [worker])
-    monkeypatch.setattr(bench.os, "_exit", leave)
+    monkeypatch.setattr(harness.multiprocessing, "active_children", lambda: [worker])
+    monkeypatch.setattr(harness.os, "_exit", leave)
     gpu.before_results = lambda call: [os.kill(os.getpid(), number) for _ in range(2)]
     with pytest.raises(Left, match=f"^{status}$"):
         gpu()
@@ -403,7 +403,7 @@ def test_the_latest_run_or_the_named_one_is_resumed_by_one_program_alone(gpu) ->
         done = gpu("--workloads", "1", "--resume", *named)
         assert f"0 workloads to run, results in {place}\n" in done.stderr
     assert "no run to resume in /absent" in gpu("--resume", "/absent", status=2).stderr
-    with bench.find_run(gpu.place, first):
+    with harness.find_run(gpu.place, first):
         stderr = gpu("--resume", first, status=2).stderr
         assert f"{first}: another program is measuring" in stderr
 
@@ -413,7 +413,7 @@ def test_runs_that_start_at_once_get_a_directory_each(tmp_path: Path) -> None:
 
     def start(_: int) -> str:
         begin.wait()
-        return bench.new_run(tmp_path, "NVIDIA H100 80GB HBM3").directory.name
+        return harness.new_run(tmp_path, "NVIDIA H100 80GB HBM3").directory.name
 
     with ThreadPoolExecutor(16) as pool:
         names = set(pool.map(start, range(16)))
@@ -489,7 +489,7 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(gpu) -> None:
 
 def test_passes_and_report_follow_a_run(gpu, monkeypatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(bench, "add_measurements", lambda *_: done.append("passes"))
+    monkeypatch.setattr(harness, "add_measurements", lambda *_: done.append("passes"))
     monkeypatch.setattr(report, "write", lambda run: done.append("report"))
     arguments = ["--workloads", "1", "--solutions", "x", "--traces", gpu.place]
     result = call("bench", *arguments)
@@ -501,32 +501,29 @@ def test_passes_and_report_follow_a_run(gpu, monkeypatch) -> None:
     assert len(done) == 3
 
 
-@pytest.mark.parametrize(
-    ("definition", "foreign", "names"),
-    [("kimi_k2", True, ["roofline", "times", "bits"])],
-)
-def test_the_passes_have_the_options_of_the_run(
-    definition, foreign, names, monkeypatch, tmp_path, capsys
-) -> None:
-    """A layer has more of them than a GEMM. The first one does not fail, the others do."""
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_passes_have_the_options_of_the_run(foreign, monkeypatch, tmp_path, capsys) -> None:
+    """The first one does not fail, the others do."""
     commands: list[list[str]] = []
 
     def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "scripts.programs.measure"] and stdout == subprocess.DEVNULL
+        assert command[1:3] == ["-m", "scripts.measure"] and stdout == subprocess.DEVNULL
         commands.append(command[3:])
         return subprocess.CompletedProcess(command, len(commands) - 1)
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    args = types.SimpleNamespace(local=ROOT, seed=7, definition=find(definition))
-    with bench.new_run(tmp_path, "GPU") as made:
-        bench.add_measurements(made, args, foreign)
+    monkeypatch.setattr(harness.subprocess, "run", run)
+    definition, names = find("kimi_k2"), ("roofline", "times", "bits")
+    args = types.SimpleNamespace(local=ROOT, seed=7, definition=definition)
+    with harness.new_run(tmp_path, "GPU") as made:
+        harness.add_measurements(made, args, foreign)
     options = f"--local {ROOT} --run {made.directory} --seed 7".split()
-    options += ["--run-foreign"] * foreign + ["--definition", find(definition).name]
-    assert commands == [[name, *options] for name in names]
+    options += ["--definition", definition.name]
+    foreigns = [["--run-foreign"] * (foreign and name != "roofline") for name in names]
+    assert commands == [[n, *options, *more] for n, more in zip(names, foreigns, strict=True)]
     assert capsys.readouterr().err.splitlines() == [
-        f"measure {name} failed; its figures are incomplete: "
-        f"run.py measure {name} {' '.join(options)}"
-        for name in names[1:]
+        f"measure {command[0]} failed; its figures are incomplete: run.py measure "
+        + " ".join(command)
+        for command in commands[1:]
     ]
 
 
@@ -544,10 +541,10 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
     (root / "solutions" / "gone.json").symlink_to(root / "absent")
     for s in (solution("theirs"), solution("theirs_too"), solution("x", "raise SystemExit\n")):
         (root / "solutions" / f"{s.name}.json").write_text(s.model_dump_json())
-    monkeypatch.setattr(plan, "load_with_ours", LOAD_WITH_OURS)
+    monkeypatch.setattr(cases, "load_with_ours", LOAD_WITH_OURS)
     monkeypatch.setattr(pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(plan, "packed_solutions", lambda packed: gpu.ours)
-    monkeypatch.setattr(bench, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(cases, "packed_solutions", lambda packed: gpu.ours)
+    monkeypatch.setattr(harness, "load_tensors", lambda *_: None)
 
     def files() -> dict[Path, tuple[bytes, int]]:
         found = (p for p in root.rglob("*") if p.is_file())
@@ -645,7 +642,7 @@ def test_what_fails_has_its_reason_and_harms_no_other(on_cpu, monkeypatch) -> No
         x, w, factor = inputs
         return [(x.float() @ w.float() * factor).to(torch.bfloat16)]
 
-    monkeypatch.setattr(times, "allocate_outputs", allocated)
+    monkeypatch.setattr(layers, "allocate_outputs", allocated)
     on_cpu.workloads = [small.workload(3, "a")]
     on_cpu.ours = [
         solution(name, content, dps="return" not in content)
@@ -730,8 +727,8 @@ def test_an_interrupted_workload_keeps_what_it_has(on_cpu) -> None:
     ],
 )
 def test_the_memory_asked_for_is_what_the_definition_needs(name, least, most) -> None:
-    trace_set, _ = dataset.load(ROOT, find(name))
-    assert least < cpu_bench.memory_needed(dataset.definition_of(trace_set)) / 1e9 < most
+    trace_set, _ = cases.load(ROOT, find(name))
+    assert least < cpu_bench.memory_needed(cases.definition_of(trace_set)) / 1e9 < most
 
 
 def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> None:
@@ -914,7 +911,7 @@ import os, signal, sys, time
 from pathlib import Path
 import small
 from scripts.common import command_line
-from scripts.measure import bench, emulated
+from scripts.measure import emulated
 
 def evaluate(solution, call):
     Path(sys.argv[1], str(os.getpid())).touch()
@@ -937,7 +934,7 @@ command_line.run_main(main)
 def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path: Path) -> None:
     """They are forked from one without the DSL, before whose import the emulator must be in
     place."""
-    paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])
+    paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(small.__file__).parent)])
     command = [sys.executable, "-c", LASTING, str(tmp_path)]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
     while not (started := list(tmp_path.iterdir())) and process.poll() is None:
@@ -991,3 +988,75 @@ def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, t
         assert emulated._run("sm_100a", bundle, [], "cpu") == "output"
     assert layer.architectures.of_device("cpu") == "of sm_100a"
     assert layer.architectures.has_kernels("cpu") is True
+
+
+# --- the kernels themselves, emulated ---------------------------------------------------------
+
+BREAKAGES = {
+    "the combine waits for nothing": ("combine.py", "wait_for_previous()", "pass", "global-race"),
+    "gate and up are exchanged": (
+        "epilogue.py",
+        "gate, up = (first, second)",
+        "up, gate = (first, second)",
+        "matched ratio 0",
+    ),
+}
+BROKEN = """
+import json, sys
+from flashinfer_bench.data import Solution
+from scripts.common.command_line import run_main
+from scripts.measuring import cases as plan
+from scripts import bench
+
+packed, breakages = plan.packed_solutions, json.loads(sys.argv.pop(1))
+
+def with_broken(paths):
+    found = packed(paths)
+    (fused,) = (s for s in found if s.name == "cutedsl_moe_fp8_fused_qwen3_next")
+    for name, (path, old, new, _) in breakages.items():
+        sources = [
+            s.model_copy(update={"content": s.content.replace(old, new)})
+            if s.path == f"moe_fp8/kernels/{path}" else s
+            for s in fused.sources
+        ]
+        assert sources != fused.sources, name
+        # A copy would keep the hash, by which a build is found again.
+        found.append(Solution(**{**dict(fused), "name": name, "sources": sources}))
+    return found
+
+plan.packed_solutions = with_broken
+run_main(bench.main)
+"""
+QWEN = find("qwen3_next")
+"""The least weights of all."""
+
+
+@pytest.mark.all
+def test_the_kernels_pass_and_what_is_broken_in_one_is_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
+    hifi = f"cutedsl_moe_fp8_fused_hifi_{QWEN.short}"
+    arguments = ["--cpu", "--definition", QWEN.short, "--workloads", "T=1", "--no-report"]
+    arguments += ["--traces", str(tmp_path / "t"), "--solutions", hifi]
+    command = [sys.executable, "-c", BROKEN, json.dumps(BREAKAGES), *arguments, *BREAKAGES]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "reference model on the CPU" in done.stderr and "not run: 7 workloads" in done.stderr
+    assert re.search(rf"{hifi} +1/1 ", done.stdout)
+
+    (made,) = (tmp_path / "t").iterdir()
+    found = {r.solution: r for r in read_results([made / "traces.jsonl"], QWEN.name).itertuples()}
+    assert found.keys() == {hifi, *BREAKAGES}
+    assert {(r.emulated, r.cpu) for r in found.values()} == {("sm_90a", True)}, "the model is right"
+    for name, (*_, reason) in BREAKAGES.items():
+        assert not found[name].passed and reason in found[name].reason, found[name].reason
+    right = found[hifi]
+    assert right.passed and right.cosine > 0.999 and right.matched_ratio > 0.85
+    (trace,) = (t for t in load_jsonl_file(Trace, made / "traces.jsonl") if t.solution == hifi)
+    assert trace.is_successful() and trace.evaluation.performance.latency_ms == 0, "no time"
+    info = json.loads((made / "run.json").read_text())
+    assert info["finished"] and info["solutions"][hifi] == right.hash
+
+    # Nothing is left to do for the same sources, and nothing is measured twice.
+    again = call("bench", *arguments, "--resume")
+    assert again.returncode == 1 and "0 workloads to run" in again.stderr
+    assert len(read_results([made / "traces.jsonl"], QWEN.name)) == len(found)

@@ -1,6 +1,7 @@
 """Calls over the number of tokens: what is called, the rows, and the program."""
 
 import contextlib
+import functools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,12 +17,11 @@ from test_baselines_triton import DEVICE, interpreter_that_rounds
 
 from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
-from scripts.common.float32_experts import LARGEST_DIFF
-from scripts.common.metrics import calc_diff
 from scripts.common.project import FUSED, PREFIX, ROOT
 from scripts.data import rows
 from scripts.data.workload_specs import load_specs
-from scripts.measure import as_engines, calls, cases, plan, roofline, times, timing
+from scripts.measuring import cases, clock, layers, subjects
+from scripts.measuring.accuracy import LARGEST_DIFF, calc_diff
 from scripts.table import pivots
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
@@ -66,16 +66,16 @@ def sweep_of(monkeypatch):
     """Rows of calls on 8 tokens, timed by a clock of our own."""
 
     def both_times(calls, repeats):
-        clock = {"ms": 1.0, "p10": 1.0, "p90": 1.0, "calls": repeats}
-        return {name: {"device": {"method": "graph", **clock}} for name in calls}
+        figures = {"ms": 1.0, "p10": 1.0, "p90": 1.0, "calls": repeats}
+        return {name: {"device": {"method": "graph", **figures}} for name in calls}
 
-    monkeypatch.setattr(times, "both_times", both_times)
-    monkeypatch.setattr(times, "on_own_stream", contextlib.nullcontext)
+    monkeypatch.setattr(layers, "both_times", both_times)
+    monkeypatch.setattr(layers, "on_own_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def run(layer, problems, called) -> list[dict]:
         into = rows.Writer("sweep", "a GPU", "m")
-        calls.measure(into, layer, problems, called, 8, RATES, 3)
+        subjects.measure(into, layer, problems, called, 8, RATES, 3)
         return into.rows
 
     return run
@@ -91,28 +91,25 @@ def test_two_small_layers_are_measured_one_after_the_other(sweep_of, monkeypatch
 
     sizes = {"hidden_size": 256, "intermediate_size": 128}
     few, shared = replace(DSV3_TP8, **sizes, num_local_experts=64), replace(SHARED, **sizes)
-    monkeypatch.setattr(roofline, "measure_reading", reading)
-    for module in (cases, calls):
+    monkeypatch.setattr(layers, "measure_reading", reading)
+    for module in (cases, subjects):
         monkeypatch.setattr(module, "SHARED", shared)
     drawn, definition = inputs(8, local=64), Definition(**build_definition(few))
     problems = cases.Problems.__new__(cases.Problems)
     problems.layer, problems.of = few, lambda length: (drawn, "drawn")
     problems.inputs = SimpleNamespace(definition=definition)
 
-    class Given:
-        skipped = {}
-
-        def __call__(self, drawn):
-            given = drawn._replace(routing_logits=-drawn.routing_logits)
-            return given, {"experts": lambda: calls.given_experts(few, given)}, {}
+    def given_experts(drawn):
+        given = drawn._replace(routing_logits=-drawn.routing_logits)
+        return given, {"experts": (lambda: subjects.given_experts(few, given), {})}
 
     def nothing(drawn):
-        return drawn, {"x": lambda: timing.Timed(torch.zero_, [torch.empty_like(drawn[2])])}, {}
+        return drawn, {"x": (lambda: clock.Timed(torch.zero_, [torch.empty_like(drawn[2])]), {})}
 
-    of_all = Definition(**build_definition(shared))
-    of_shared = calls.OfDefinition(shared, calls.Chosen(of_all, {}, {}, {}))
+    chosen = subjects.Chosen(Definition(**build_definition(shared)), {}, {}, {})
+    of_shared = functools.partial(subjects.of_solutions, shared, chosen)
     found = [
-        sweep_of(few, problems, Given()),
+        sweep_of(few, problems, given_experts),
         sweep_of(shared, cases.problems_of(shared, ROOT, "cpu", 1), of_shared),
     ]
     assert "calc_diff 1.0e+00" in sweep_of(few, problems, nothing)[0]["error"]
@@ -144,7 +141,7 @@ def test_the_shared_expert_is_every_tokens_with_a_weight_of_one(monkeypatch) -> 
 def test_the_quantiser_is_that_of_the_layer() -> None:
     x = torch.randn(5, 7168).bfloat16().to(DEVICE)
     x[2, :128] = 0
-    for got, wanted in zip(as_engines.quantise(x), quantise_rows(x), strict=True):
+    for got, wanted in zip(subjects.quantise(x), quantise_rows(x), strict=True):
         assert got.shape == wanted.shape and got.is_contiguous()
         assert calc_diff(got.float(), wanted.float()) < 1e-8
 
@@ -167,46 +164,60 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     def prepared(inputs):
         return lambda given, out: solution(*given, out)
 
-    monkeypatch.setattr(as_engines, "ENGINES", {"an engine": engine, "absent": absent})
-    monkeypatch.setattr(as_engines, "PREPARED", {"a peer": prepared, "not chosen": None})
+    monkeypatch.setattr(subjects, "ENGINES", {"an engine": engine, "absent": absent})
+    monkeypatch.setattr(subjects, "PREPARED", {"a peer": prepared, "not chosen": None})
     recorded = {"a peer": {"peer": True, "hash": "1"}, FUSED: {"peer": False, "hash": "2"}}
     monkeypatch.setattr(
-        as_engines,
+        subjects,
         "BuilderRegistry",
         SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda of, s: s)),
     )
-    chosen = calls.Chosen(None, {"a peer": solution, FUSED: None}, recorded, {})
-    other = chosen._replace(labels=recorded | {f"{PREFIX}v1": {"peer": False}})
+    chosen = subjects.Chosen(None, {"a peer": solution, FUSED: None}, recorded, {})
+    v1 = {f"{PREFIX}v1": None}
+    other = chosen._replace(solutions=v1, fields={f"{PREFIX}v1": {"peer": False}})
     with pytest.raises(UsageError, match="v1: of ours, only cutedsl_moe_fp8_fused is called"):
-        as_engines.Engines(DEFAULT, other)
-    engines = as_engines.Engines(DEFAULT, chosen)
+        subjects.Engines(DEFAULT, other)
+    engines = subjects.Engines(DEFAULT, chosen)
     engines.shape = shape
-    given, prepare, of = engines(inputs(6, experts=shape.num_experts))
+    given, made = engines(inputs(6, experts=shape.num_experts))
     wanted = torch.empty(6, 256, dtype=torch.bfloat16)
     reference.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
-    assert len(prepare) == 9 and {*prepare} == {*of}
-    peers = {name: recorded["peer"] for name, recorded in of.items()}
+    fields = {name: fields for name, (_, fields) in made.items()}
     lines = ["a peer + quantiser", "a peer prepared + quantiser"]
-    assert [name for name in prepare if peers[name]] == [*lines, "an engine"]
-    assert {of[line]["hash"] for line in lines} == {"1"} and of["experts bf16"]["hash"] == "2"
-    assert engines.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
-    orders: list[bool] = []  # of the forms of ours
+    assert len(made) == 9
+    assert [name for name in made if fields[name]["peer"]] == [*lines, "an engine"]
+    assert {fields[line]["hash"] for line in lines} == {"1"}
+    assert fields["experts bf16"]["hash"] == "2"
+    assert chosen.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
+    orders: list[tuple[bool, bool]] = []  # of the weights and the scales of ours
 
-    def noted(*arguments, gate_first, **options):
-        orders.append(gate_first)
-        return experts(*arguments, gate_first=gate_first, **options)
+    def noted(*arguments, gate_first, x_scale, **options):
+        orders.append((gate_first, x_scale is None or x_scale.is_contiguous()))
+        return experts(*arguments, gate_first=gate_first, x_scale=x_scale, **options)
 
-    monkeypatch.setattr(as_engines, "experts", noted)
-    for name, make in prepare.items():
+    monkeypatch.setattr(subjects, "experts", noted)
+    for name, (make, _) in made.items():
         call = make()
-        assert isinstance(call, timing.Returning) == (name == "an engine")
+        assert isinstance(call, clock.Returning) == (name == "an engine")
         call.output.fill_(float("nan"))
         call()
         assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
-    assert orders == [name != "experts fp8 up first" for name in prepare if "experts" in name]
+    names = [name for name in made if name.startswith("experts")]
+    assert orders == [(n != "experts fp8 up first", "token-major" not in n) for n in names]
 
 
 # --- the program ----------------------------------------------------------------------------------
+
+
+class Problems:
+    def __init__(self, layer, *_) -> None:
+        self.inputs = SimpleNamespace(definition=SimpleNamespace(inputs=[]))
+
+    def of(self, length: int):
+        return MoeInputs(*[length] * 10), "drawn"
+
+    def histogram(self, drawn: MoeInputs) -> cases.Histogram:
+        return cases.Histogram("", drawn.routing_logits, (1,), 1)
 
 
 @pytest.fixture
@@ -220,29 +231,28 @@ def sweep(measure, monkeypatch):
         seen.update(kind)
         name = definition.packed_name
         return SimpleNamespace(
-            trace_set=SimpleNamespace(definitions={"d": None}),
+            trace_set=SimpleNamespace(definitions={"d": SimpleNamespace(inputs=[])}),
             solutions=[SimpleNamespace(name=name(s.name), hash=s.hash) for s in solutions],
             peers={name(OURS): False, name(PEER): True},
             skipped={"hpc_ops_moe": "not installed"} if definition is DEFAULT else {},
         )
 
-    def measured(into, layer, problems, called, length, rates, repeats):
-        case = {"definition": layer.short or layer.name, "tokens": length, "hit": 1, "active": 1}
-        case |= {"pairs": 1, "routing": "drawn"}
+    def measured(into, case, definition, inputs, called, repeats, roofline, limit):
+        length = case["tokens"]
         for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.045)):
-            of = called.chosen.labels[name]
+            add = functools.partial(into.add, case, name, **called[name][1])
             if name == PEER and length == 2:
-                into.add(case, name, roofline=0.04, error="OutOfMemoryError: CUDA", **of)
+                add(roofline=roofline, error="OutOfMemoryError: CUDA")
                 continue
-            into.add(case, name, calc_diff=3e-4, **of)
-            for clock, more in (("device", 0.0), ("harness", 0.03)):
-                timed = {"value": ms + more, "unit": "ms", "clock": clock, "roofline": 0.04}
-                into.add(case, name, **timed, **of)
+            add(calc_diff=3e-4)
+            for name_of_clock, more in (("device", 0.0), ("harness", 0.03)):
+                add(value=ms + more, unit="ms", clock=name_of_clock, roofline=roofline)
 
-    monkeypatch.setattr(plan, "choose", choose)
-    monkeypatch.setattr(cases, "problems_of", lambda layer, *_: layer)
-    monkeypatch.setattr(calls, "measure", measured)
-    return lambda *arguments: (*measure("sweep", "--tokens", "1", "2", *arguments), seen)
+    monkeypatch.setattr(cases, "choose", choose)
+    monkeypatch.setattr(cases, "problems_of", Problems)
+    monkeypatch.setattr(layers, "least_ms", lambda *_: 0.04)
+    monkeypatch.setattr(layers, "measure_calls", measured)
+    return lambda *arguments: (*measure("sweep", "--tokens", "1", "2", "1", *arguments), seen)
 
 
 TIMES = "0.040 | 0.0800/0.0500 | 0.0750*/0.0450* | 53 %/89 % | 0.94x/0.90x |"
@@ -275,9 +285,9 @@ def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> N
 GLM5 = [find("glm5").packed_name(name) for name in (OURS, PEER)]
 TP8 = [DSV3_TP8.packed_name(name) for name in (OURS, PEER)]
 ROWS = [  # options, measurement, solutions that have rows, wanted ones, and what was not tried
-    ("", "sweep", [OURS, PEER], [*calls.SOLUTIONS], {"hpc_ops_moe": "not installed"}),
+    ("", "sweep", [OURS, PEER], [*subjects.SOLUTIONS], {"hpc_ops_moe": "not installed"}),
     (f"--definition glm5 {SHARED.short}", "models", [*GLM5, *TP8], None, {}),
-    ("--as engines", "sweep_engines", [OURS, PEER], [OURS, *calls.PEERS],
+    ("--as engines", "sweep_engines", [OURS, PEER], [OURS, *subjects.PEERS],
      {"vllm fused_experts": "no", "hpc_ops_moe": "not installed"}),
     (f"--definition glm5 --solutions {OURS} {PEER} sglang_moe", "sweep", GLM5, GLM5,
      {"sglang_moe": "is not packed for the layer"}),
@@ -289,11 +299,13 @@ def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, mon
     """Ours need no peer as engines call them; the layer that is in no data set has those of TP8."""
 
     def engines(layer, chosen):
-        return SimpleNamespace(chosen=chosen, skipped={"vllm fused_experts": "no"} | chosen.skipped)
+        chosen.skipped["vllm fused_experts"] = "no"
+        return functools.partial(subjects.of_solutions, layer, chosen)
 
-    monkeypatch.setattr(as_engines, "Engines", engines)
+    monkeypatch.setattr(subjects, "Engines", engines)
     done, found, seen = sweep(*options.split())
     assert done.returncode == EXIT_OK and list(found.measurements) == [name]
+    assert len({str(row) for row in found.rows}) == len(found.rows), "each T once"
     assert found.measurements[name]["rates"] == RATES
     hashes = {s: f"hash of {OURS if s.startswith(OURS) else PEER}" for s in solutions}
     assert found.hashes(name) == hashes
@@ -304,10 +316,10 @@ def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, mon
 
 
 def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
-    def wrong(into, layer, problems, called, length, *_):
-        into.add({"tokens": length, "active": 1, "pairs": 1}, OURS, error="wrong", peer=False)
+    def wrong(into, case, *_):
+        into.add(case, OURS, error="wrong", peer=False)
 
-    monkeypatch.setattr(calls, "measure", wrong)
+    monkeypatch.setattr(layers, "measure_calls", wrong)
     done, *_ = sweep()
     assert done.returncode == EXIT_FAILED and f"error: {OURS} at T=2: wrong" in done.stderr
 
@@ -319,7 +331,6 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
         ("--as engines --definition glm5_limit10", "a layer that clamps"),
         ("--solutions triton_moe --definition glm5_limit10", "none of triton_moe is packed"),
         ("--solutions sglang_moe --definition glm5", "none of sglang_moe"),
-        ("--definition gemm1", "only of a layer"),
     ],
 )
 def test_what_no_layer_has_is_refused(sweep, arguments: str, message: str) -> None:
@@ -328,14 +339,14 @@ def test_what_no_layer_has_is_refused(sweep, arguments: str, message: str) -> No
 
 
 def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
-    real = calls.measure
+    real = layers.measure_calls
 
-    def until_the_first(into, layer, problems, called, length, *rest):
-        if length == 2:
+    def until_the_first(into, case, *rest):
+        if case["tokens"] == 2:
             raise KeyboardInterrupt
-        real(into, layer, problems, called, length, *rest)
+        real(into, case, *rest)
 
-    monkeypatch.setattr(calls, "measure", until_the_first)
+    monkeypatch.setattr(layers, "measure_calls", until_the_first)
     done, found, _ = sweep()
     assert done.returncode == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}
     tail = re.search(r"^interrupted\n(\d+) rows added to .*\n\Z", done.stderr, re.MULTILINE)

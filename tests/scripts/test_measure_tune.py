@@ -11,9 +11,9 @@ from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 
 from scripts.common.command_line import EXIT_FAILED
 from scripts.data import rows
-from scripts.measure import cases, gpu, tune
-from scripts.measure.gemm_variants import ladder
-from scripts.programs.measure import TUNED_TOKENS
+from scripts.measure import TUNED_TOKENS
+from scripts.measuring import cases, clock, tune
+from scripts.measuring.gemm import ladder
 from scripts.table.pivots import tuned_table
 
 
@@ -34,7 +34,7 @@ def test_what_ships_loses_to_the_best_or_did_not_run() -> None:
 
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 def test_by_default_every_pair_that_is_picked_is_tried(architecture, monkeypatch) -> None:
-    monkeypatch.setattr(gpu, "architecture", lambda: architecture)
+    monkeypatch.setattr(clock, "architecture", lambda: architecture)
     chosen = [{tune.picked(t, DEEPSEEK_V3, 1) for t in of} for of in (TUNED_TOKENS, TOKENS)]
     assert chosen[0] == chosen[1]
     # So is every config of the two ladders, in a pair beside one of these.
@@ -97,6 +97,7 @@ class Problems:
 
 
 def timed_alike(calls, repeats: int) -> dict:
+    assert repeats == 10
     for call in calls.values():
         call.output.zero_()
     return {name: {"ms": 0.1, "p10": 0.1, "p90": 0.1, "calls": 1} for name in calls}

@@ -11,13 +11,12 @@ from small import solution
 from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT
 from scripts.common.project import DEFINITION, ROOT
-from scripts.data import dataset, workload_specs
-from scripts.measure import plan
+from scripts.measuring import cases
 
 
 @pytest.fixture(scope="module")
 def ours():
-    trace_set, remarks = dataset.load(ROOT)
+    trace_set, remarks = cases.load(ROOT)
     assert remarks == []
     return trace_set
 
@@ -40,18 +39,18 @@ def test_workloads_are_selected_by_length_and_by_uuid(chosen: str, ours) -> None
     given = ours.workloads[DEFINITION], selectors.split(), int(limit) if limit else None
     if isinstance(wanted := WORKLOADS[chosen], str):
         with pytest.raises(UsageError, match=wanted):
-            dataset.select_workloads(*given)
+            cases.select_workloads(*given)
     else:
-        found = dataset.select_workloads(*given)
-        assert [dataset.tokens(t.workload) for t in found] == wanted
+        found = cases.select_workloads(*given)
+        assert [cases.tokens(t.workload) for t in found] == wanted
 
 
 def test_solutions_are_selected_by_pattern() -> None:
     every = [solution("a_v1"), solution("a_v2"), solution("b")]
-    assert dataset.select_solutions(every, ["a_*"]) == every[:2]
-    assert dataset.select_solutions(every, []) == every
+    assert cases.select_solutions(every, ["a_*"]) == every[:2]
+    assert cases.select_solutions(every, []) == every
     with pytest.raises(UsageError, match="c.*there are: a_v1, a_v2, b"):
-        dataset.select_solutions(every, ["c"])
+        cases.select_solutions(every, ["c"])
 
 
 def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -67,9 +66,9 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
     before = sorted(p.name for p in tmp_path.rglob("*"))
 
     ours = [solution("same"), solution("new")]
-    monkeypatch.setattr(plan.pack, "write_packed", lambda **_: [])
-    monkeypatch.setattr(plan, "packed_solutions", lambda paths: ours)
-    trace_set, found = plan.load_with_ours(tmp_path)
+    monkeypatch.setattr(cases.pack, "write_packed", lambda **_: [])
+    monkeypatch.setattr(cases, "packed_solutions", lambda paths: ours)
+    trace_set, found = cases.load_with_ours(tmp_path)
     assert found == ours
     future, same = capsys.readouterr().err.split("\n", 1)
     assert "future.json" in future
@@ -82,9 +81,9 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
 
 def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no data set with the definition"):
-        dataset.load(tmp_path)
+        cases.load(tmp_path)
     with pytest.raises(UsageError, match="not a directory"):
-        dataset.load(tmp_path / "absent")
+        cases.load(tmp_path / "absent")
     shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
     shutil.copytree(ROOT / "workloads", tmp_path / "workloads")
     index = tmp_path / "workloads" / "moe" / f"{DEFINITION}.jsonl"
@@ -92,29 +91,29 @@ def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
     for content in (good + b'{"definition": 5}\n', good + b"\xff\n", b"{broken\n"):
         index.write_bytes(content)
         with pytest.raises(UsageError, match=rf"{index.name} cannot be read: [^\n]*$"):
-            dataset.load(tmp_path)
+            cases.load(tmp_path)
     index.write_bytes(good)
     (tmp_path / DEFAULT.path).write_text("{}")
     with pytest.raises(UsageError, match=rf"{DEFAULT.path.name} cannot be read: [^\n]*$"):
-        dataset.load(tmp_path)
+        cases.load(tmp_path)
 
 
 def test_only_tensors_that_are_missing_are_made_and_never_another_data_sets(
     ours, tmp_path: Path, monkeypatch
 ) -> None:
     made: list[list[str]] = []
-    monkeypatch.setattr(workload_specs, "make_workloads", lambda _, uuids, **__: made.append(uuids))
+    monkeypatch.setattr(cases, "make_workloads", lambda _, uuids, **__: made.append(uuids))
     first, second = ours.workloads[DEFINITION][:2]
     path = tmp_path / first.workload.inputs["routing_logits"].path
     path.parent.mkdir(parents=True)
     path.touch()
     with monkeypatch.context() as here:
-        here.setattr(dataset, "ROOT", tmp_path)
+        here.setattr(cases, "ROOT", tmp_path)
         for traces in [first], [first, second]:
-            dataset.make_missing_workloads(tmp_path, traces)
+            cases.make_missing_workloads(tmp_path, traces)
     assert made == [[second.workload.uuid]]
     with pytest.raises(UsageError, match="lacks the tensors of 1 workloads"):
-        dataset.make_missing_workloads(tmp_path / "theirs", [first])
+        cases.make_missing_workloads(tmp_path / "theirs", [first])
 
 
 def test_draws_are_reproducible_and_look_like_flashinfer_benchs(ours) -> None:
@@ -122,7 +121,7 @@ def test_draws_are_reproducible_and_look_like_flashinfer_benchs(ours) -> None:
     cpu = torch.device("cpu")
 
     def fp8(name: str, seed: int) -> torch.Tensor:
-        return dataset.draw(definition, name, (4, 128, 256), cpu, seed)
+        return cases.draw(definition, name, (4, 128, 256), cpu, seed)
 
     first = fp8("gemm1_weights", 1)
     assert first.dtype == torch.float8_e4m3fn
@@ -133,5 +132,5 @@ def test_draws_are_reproducible_and_look_like_flashinfer_benchs(ours) -> None:
     values = first.float()
     assert values.abs().max() == 2 and abs(values.mean()) < 0.02
     assert 0.9 < values.std() < 1.0  # a clamped normal
-    scales = dataset.draw(definition, "hidden_states_scale", (56, 100), cpu, 1)
+    scales = cases.draw(definition, "hidden_states_scale", (56, 100), cpu, 1)
     assert scales.dtype == torch.float32 and (scales < 0).any() and 0.95 < scales.std() < 1.05

@@ -1,0 +1,134 @@
+"""Check the solutions against the reference and rank them by speed-up.
+
+Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
+of this machine and prints the ranking. Every run has its traces in a directory of its own under
+traces/, with environment, settings and hashes of the solutions in run.json. Ctrl-C stores and ranks
+the results so far. --resume goes on, on the same machine with the same settings. Solutions that
+cannot run here are left out, and the ranking says why.
+
+Without a GPU the solutions run on the small workloads: as their reference model, and on the
+smallest by the kernels for a Hopper GPU, in the emulator of PTX. Their outputs are checked, and the
+recorded rankings of GPUs (results/) are shown. No time is reported.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.common import options
+from scripts.common.command_line import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    UsageError,
+    duration,
+    parser,
+    positive,
+    run_main,
+    say,
+    share,
+    whole,
+)
+from scripts.common.project import TRACES_DIR
+
+if TYPE_CHECKING:
+    from scripts.measuring.harness import Run
+
+
+# Settings of the MLSys 2026 contest's flashinfer-bench (the starter kit's EVALUATION.md).
+CONTEST = dict(rtol=0.3, atol=1.0, matched_ratio=0.9, isolated=True, timeout=300)
+
+
+def parse_arguments() -> argparse.Namespace:
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    for add_shared in (
+        options.local, options.solutions, options.workloads, options.definition,
+        options.max_tokens, options.seed, options.cpu,
+    ):  # fmt: skip
+        add_shared(arguments)
+    add("--against", metavar="NAME", help="add the speed relative to a solution")
+    text = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
+    add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=text)
+    add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU (50)")
+    add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
+    add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
+    add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
+    add("--atol", type=positive, default=0.1, help="absolute tolerance (0.1)")
+    add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
+    add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
+    add("--isolated", action="store_true", help="a new process for each solution and workload")
+    text = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
+    add("--contest", action="store_true", help=f"{text}, but for what is given")
+    text = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
+    add("--only-harness", action="store_true", help=text)
+    add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
+    text = "go on with this run's directory, or with the latest run"
+    add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=text)
+    add("--no-report", action="store_true", help="do not write the HTML report of the run")
+    if arguments.parse_args().contest:
+        arguments.set_defaults(**CONTEST)
+    return arguments.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    # The reference allocates 5.6 GB anew for every call; in huge pages that takes half the time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+    import torch
+
+    from scripts.measuring import cases, harness
+
+    on_gpu = torch.cuda.is_available() and not args.cpu
+    if args.against and args.solutions:
+        args.solutions = list(dict.fromkeys([*args.solutions, args.against]))
+    chosen = cases.choose(
+        args.local,
+        on_gpu,
+        solutions=args.solutions,
+        workloads=args.workloads,
+        max_tokens=args.max_tokens,
+        run_foreign=args.run_foreign,
+        definition=args.definition,
+    )
+    if args.against and args.against not in {s.name for s in chosen.solutions}:
+        raise UsageError(f"--against {args.against}: no solution of that name is run")
+    every = chosen.trace_set.workloads[args.definition.name]
+    if left := [f"T={cases.tokens(t.workload)}" for t in every if t not in chosen.workloads]:
+        say(f"not run: {len(left)} workloads ({', '.join(left)})")
+    config = harness.configuration(args, on_gpu)
+    with harness.open_run(args, chosen, config, on_gpu) as run:
+        interrupted = harness.measure(args, chosen, config, run, on_gpu)
+        status = conclude(args, run)
+    return EXIT_INTERRUPTED if interrupted else status
+
+
+def conclude(args: argparse.Namespace, run: "Run") -> int:
+    """Rank the results and write the report. Return the exit status."""
+    from scripts.report import report
+    from scripts.table.rank_text import print_rankings, without_gpu
+    from scripts.table.rankings import rankings
+    from scripts.table.recorded import recorded_runs
+
+    errors, ranked = run.info["errors"], rankings(run.results(), against=args.against)
+    for error in errors:
+        say(f"error: {error}")
+    if not ranked:
+        say("nothing was measured")
+        return EXIT_FAILED
+    on_cpu = all(r.cpu for r in ranked)
+    recorded = recorded_runs(definition=args.definition.name) if on_cpu else []
+    print("\n" + (without_gpu(ranked, recorded) if on_cpu else print_rankings(ranked)))
+    say(f"\n{duration(run.info['seconds'])}; traces: {run.traces}")
+    if not args.no_report:
+        try:
+            say(f"report: {report.write(run.directory)}")
+        except UsageError as error:  # packages for the report are missing
+            say(str(error))
+    return EXIT_FAILED if errors or any(r.failed for r in ranked) else EXIT_OK
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,60 @@
+"""Options that several programs share, each added to a parser by a function; names by pattern."""
+
+import argparse
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.common.command_line import whole
+from scripts.common.definitions import DEFAULT, find
+from scripts.common.project import ROOT
+
+Parser = argparse.ArgumentParser
+
+
+def local(to: Parser) -> None:
+    text = (
+        "another data set: its workloads, with our solutions; the reference of its definition is "
+        "run; nothing is written to it"
+    )
+    to.add_argument("--local", type=Path, default=ROOT, metavar="PATH", help=text)
+
+
+def definition(to: Parser, **changed: Any) -> None:
+    text = "another definition, by its name or the one in its solutions' names (docs/dataset.md)"
+    kind: dict[str, Any] = {"type": find, "default": DEFAULT, "metavar": "NAME", "help": text}
+    to.add_argument("--definition", **(kind | changed))
+
+
+def solutions(to: Parser) -> None:
+    text = "* allowed; all of ours. The data set's own run where the whole name is given"
+    to.add_argument("--solutions", nargs="+", default=[], metavar="NAME", help=text)
+    to.add_argument(
+        "--run-foreign", action="store_true", help="run all solutions of the data set, too"
+    )
+
+
+def workloads(to: Parser) -> None:
+    text = "token counts or beginnings of uuids; all (on the CPU: the small ones)"
+    to.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID", help=text)
+
+
+def max_tokens(to: Parser) -> None:
+    to.add_argument(
+        "--max-tokens", type=whole(1), metavar="T", help="only workloads up to T tokens"
+    )
+
+
+def seed(to: Parser) -> None:
+    to.add_argument("--seed", type=whole(0), default=2026, help="of what is drawn (2026)")
+
+
+def cpu(to: Parser) -> None:
+    text = "the reference model on the CPU though a GPU is there"
+    to.add_argument("--cpu", action="store_true", help=text)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """True if a name matches one of the shell-style patterns, or if there are none."""
+    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)

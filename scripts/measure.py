@@ -1,0 +1,448 @@
+"""Measurements beyond the benchmark's own clock. Each has options of its own: measure NAME --help.
+
+    python3 run.py measure times --solutions 'cutedsl_*' --workloads 80
+    python3 run.py measure bits
+    python3 run.py measure roofline
+    python3 run.py measure kernels --workloads 80           of fused, or of other --solutions
+    python3 run.py measure sweep                            T = 1, 2, 4 ... 16384
+    python3 run.py measure sweep --as engines
+    python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
+    python3 run.py measure gemm --grid study                81 configurations, even rows
+    python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
+    python3 run.py measure batched                          tokens that lie by expert
+    python3 run.py measure tune_layer --definition glm5     other configs of a layer's two GEMMs
+
+The L2 cache is overwritten before every call, compared calls take turns, and medians are reported.
+--out appends every figure to a file, a row each, as it comes.
+"""
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.common import options
+from scripts.common.command_line import (
+    EXIT_CODES,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    UsageError,
+    parser,
+    positive,
+    run_main,
+    say,
+    steps,
+    whole,
+)
+from scripts.common.definitions import (
+    DEFAULT,
+    MODEL_TOKENS,
+    RENORMALIZE,
+    find,
+    find_layer,
+)
+from scripts.common.project import FUSED
+
+if TYPE_CHECKING:
+    from scripts.data.rows import Writer
+    from scripts.table.tables import Table
+
+__path__ = [str(Path(__file__).with_name("measure"))]  # the moved modules' old places
+
+REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
+TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
+TUNED_TOKENS = (1, 80, 320, 901, 2048, 4096, 14107)
+"""The heuristic's pairs at these tokens are all that it picks for the default layer."""
+OF_A_RUN = ("times", "bits", "roofline")
+"""The measurements that follow a run of bench."""
+
+Shown = Iterator["Writer | tuple[str, Table]"]
+"""The measurement, as soon as it has begun, then titles and their tables."""
+Measure = Callable[[argparse.Namespace], Shown]
+Parser = argparse.ArgumentParser
+
+
+def writer(args: argparse.Namespace, name: str, method: str, **more: Any) -> "Writer":
+    from flashinfer_bench.utils import hardware_from_device
+
+    from scripts.data.rows import Writer
+
+    settings = {key: getattr(args, key) for key in ("repeats", "seed") if key in args} | more
+    return Writer(name, hardware_from_device(args.device), method, args.path, **settings)
+
+
+def measure_times(args: argparse.Namespace) -> Shown:
+    """Accuracy of the outputs and times of the calls.
+
+    Cosine, calc_diff and matched ratios at three tolerances against the reference, then the time of
+    a call on the GPU alone and by flashinfer-bench's loop. On the CPU the reference model is
+    checked and nothing is timed. With --run it takes the solutions and workloads of that run of
+    bench whose sources and hardware are unchanged, and adds to it. `bench` does so after every run
+    on a GPU.
+    """
+    from scripts.data.rows import TIMES
+    from scripts.measuring import cases, layers
+    from scripts.table import pivots
+
+    on_gpu = args.device != "cpu"
+    plan = cases.choose(
+        args.local, on_gpu, args.run, args.solutions, args.workloads, args.max_tokens,
+        args.run_foreign, args.definition,
+    )  # fmt: skip
+    into = writer(args, TIMES, "accuracy against the reference" + f"; {REPLAYED}" * on_gpu)
+    yield into
+    layers.measure_plan(plan, into, args.device, args.seed, args.repeats * on_gpu)
+    yield "", pivots.pairs_table(into.result, TIMES)
+
+
+def measure_bits(args: argparse.Namespace) -> Shown:
+    """Checks that outputs repeat, and that a token's output does not depend on the other tokens.
+
+    It takes one workload, by default the largest of up to 1024 tokens. On the CPU it checks the
+    reference model. With --run it takes the solutions and workloads of that run of bench whose
+    sources and hardware are unchanged, and adds to it. `bench` does so after every run on a GPU.
+    """
+    from scripts.data.rows import BITS
+    from scripts.measuring import cases, layers
+    from scripts.table.tables import bits_table, by_part
+
+    on_gpu = args.device != "cpu"
+    plan = cases.choose(
+        args.local, on_gpu, args.run, args.solutions, args.workloads,
+        run_foreign=args.run_foreign, definition=args.definition,
+    )  # fmt: skip
+    most = layers.BITS_MAX_TOKENS if on_gpu else cases.CPU_MAX_TOKENS
+    tokens, every = cases.tokens, [t.workload for t in plan.workloads]
+    fitting = [workload for workload in every if args.workloads or tokens(workload) <= most]
+    if not fitting:
+        raise UsageError(f"bits: no workload of at most {most} tokens; --workloads names one")
+    workload = max(fitting, key=tokens)
+    solutions = [s for s in plan.solutions if (workload.uuid, s.name) in plan.pairs]
+    say(f"T={tokens(workload)} ({workload.uuid[:8]}): {', '.join(s.name for s in solutions)}")
+    definition = cases.definition_of(plan.trace_set)
+    inputs = cases.Inputs(plan.trace_set, args.device, args.seed).of(workload)
+    case = {"definition": definition.name, "uuid": workload.uuid, "tokens": tokens(workload)}
+    into = writer(args, BITS, "the same tokens again and in other batches, bit by bit")
+    yield into
+    layers.measure_bits(into, case, definition, solutions, inputs, args.device)
+    yield "", bits_table(by_part(into.rows))
+
+
+def measure_roofline(args: argparse.Namespace) -> Shown:
+    """The least time of every workload: reading the weights, and FLOPs at a rate measured here.
+
+    With --run it adds to that run of bench, as `bench` does after every run on a GPU.
+    """
+    from scripts.data.rows import ROOFLINE
+    from scripts.measuring import cases, clock, layers
+    from scripts.table import pivots
+
+    if args.run and not args.run.is_dir():
+        raise UsageError(f"{args.run} has no traces.jsonl")
+    rates = clock.measure_rates()
+    into = writer(args, ROOFLINE, "reading the weights, CUDA graph replays", rates=rates)
+    yield into
+    histograms = cases.histograms(args.local, layer=args.definition)
+    layers.measure_rooflines(into, histograms, args.repeats, args.definition)
+    yield clock.describe_rates(rates), pivots.roofline_table(into.result, args.definition)
+
+
+def measure_kernels(args: argparse.Namespace) -> Shown:
+    """Calls kernel by kernel: time, gap, bytes and FLOPs against the roofline.
+
+    A call of each solution is captured in a CUDA graph and replayed while torch's profiler (CUPTI)
+    notes the begin and end of every kernel. With --eager, or if the host waits in a call, the calls
+    themselves are traced. Gaps then include the host's. A gap is the time from the end of the
+    previous kernel. A negative gap means an early launch (programmatic dependent launch), and the
+    kernel's time includes its wait: only the span from the first start to the last end adds up. The
+    device time without the profiler is shown beside it. MB and GFLOP are the data that a kernel has
+    to move and the work that it has to compute for the routing of the workload. A workload whose
+    weights or intermediates stay in the L2 cache can beat its roofline. For Nsight Compute or
+    Systems --only-call makes one call between cudaProfilerStart and Stop:
+
+        ncu --profile-from-start off --target-processes all --metrics dram__bytes_read.sum,... \\
+            python3 run.py measure kernels --workloads 80 --only-call
+    """
+    from scripts.measuring import cases, clock, kernels, layers
+    from scripts.table import pivots
+
+    into, rates = None, {}
+    if not args.only_call:
+        rates = clock.measure_rates()
+        method = "torch.profiler (CUPTI), L2 overwritten before each call, medians"
+        into = writer(args, "kernels", method, rates=rates)
+        yield into
+    for layer in args.definition:
+        names = list(map(layer.packed_name, args.solutions or [FUSED]))
+        plan = cases.choose(
+            args.local, True, solutions=names, workloads=args.workloads,
+            run_foreign=args.run_foreign, definition=layer,
+        )  # fmt: skip
+        inputs_of = cases.Inputs(plan.trace_set, "cuda", args.seed)
+        for trace in steps(plan.workloads, lambda t: cases.named(t.workload)):
+            h = cases.histogram(plan.trace_set, trace.workload, layer)
+            inputs = inputs_of.of(trace.workload)
+            least_us = 1e3 * layers.least_ms(h, rates, args.repeats, layer) if rates else 0.0
+            for s in plan.solutions:
+                call = clock.timed(inputs_of.definition, s, inputs, "cuda")
+                if into is None:
+                    kernels.one_call(call)
+                    continue
+                kernels.measure(into, s, call, h, layer, rates, least_us, args.repeats, args.eager)
+                counts = h.counts()
+                title = "{}, T={tokens}: {pairs} pairs, {active} experts".format(s.name, **counts)
+                yield title, pivots.kernels_table(into.result, s.name, h.uuid)
+
+
+def measure_sweep(args: argparse.Namespace) -> Shown:
+    """Times of whole calls over the number of tokens, against the roofline.
+
+    By default of fused, fused_hifi, flat and three peers. A wrong output has no time. With --as
+    engines tokens are bfloat16, and experts are chosen and tokens quantised within the call:
+    `moe_fp8.experts` in all its forms, the functions of vLLM and SGLang if these are installed, and
+    the peers. dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared expert
+    fused, and has `moe_fp8.experts` besides its solutions.
+    """
+    from scripts.measuring import cases, clock, subjects
+    from scripts.table import pivots
+
+    engines, layers = args.form == "engines", args.definition
+    if engines and any(d.routing == RENORMALIZE or d.swiglu_limit is not None for d in layers):
+        raise UsageError("--as engines: not of a layer that clamps or routes by renormalisation")
+    wanted = args.solutions or ([FUSED, *subjects.PEERS] if engines else subjects.SOLUTIONS)
+    name = "sweep_engines" if engines else "sweep" if len(layers) == 1 else "models"
+    rates = clock.measure_rates()
+    into = writer(args, name, REPLAYED, rates=rates)
+    yield into
+    lengths = args.tokens or (subjects.TOKENS if len(layers) == 1 else MODEL_TOKENS)
+    for layer in layers:
+        chosen = subjects.choose(layer, wanted, args.local, args.run_foreign)
+        of_solutions = functools.partial(subjects.of_solutions, layer, chosen)
+        calls = subjects.Engines(layer, chosen) if engines else of_solutions
+        problems = cases.problems_of(layer, args.local, "cuda", args.seed)
+        text = f"{layer.short} T={{}}".strip().format
+        for length in steps(lengths, text, lambda t: 4000 + t):
+            subjects.measure(into, layer, problems, calls, length, rates, args.repeats)
+        for subject, why in chosen.skipped.items():
+            into.add({}, subject, not_tried=why)
+        del problems, calls  # frees the layer's weights
+    shown = pivots.sweep_table(into.result, name)
+    for table in (shown, pivots.failed_table(pivots.called(into.result, name))):
+        yield table.title, table
+
+
+def measure_gemm(args: argparse.Namespace) -> Shown:
+    """The grouped FP8 GEMM alone against DeepGEMM, sgl_kernel and Triton.
+
+    CUDA graphs of eight launches rotate over copies of the operands (together at least four times
+    the L2 cache). With --layers our kernel has the configs that flat and v3 launch on these
+    workloads. flat is also timed with the neighbouring configs: "best known" is the fastest of the
+    three. Otherwise the config is the heuristic's for known rows, and every expert's rows are
+    padded to the same number.
+    """
+    from scripts.measuring import cases, clock, gemm
+    from scripts.table import pivots
+
+    name = "gemm_layers" if args.layers else f"gemm_{args.grid or 'quick'}"
+    problems = gemm.grid_problems(args.grid or "quick")
+    if args.layers:
+        problems = gemm.layer_problems(cases.histograms(args.local, args.tokens))
+    gemm.compile_ahead(functools.partial(gemm.compile_variants, args.layers), problems)
+    rates = clock.measure_rates()
+    method = (
+        f"graphs of {gemm.LAUNCHES} launches over rotating operands, {args.repeats} replays in "
+        "turns, L2 overwritten before each; median"
+    )
+    into = writer(args, name, method, rates=rates)
+    yield into
+    for problem in steps(problems):
+        variants = gemm.collect_variants(args.layers, problem)
+        gemm.run_problem(into, problem, variants, rates, args.repeats, args.seed)
+    f = pivots.gemm_frame(into.result, name)
+    yield f"{method}. {clock.describe_rates(rates)}", pivots.gemm_table(f)
+    yield "Ratio to the best peer", pivots.ratios_table(f)
+
+
+def measure_batched(args: argparse.Namespace) -> Shown:
+    """`moe_fp8.batched_experts`: 8 to 64 experts of DeepSeek-V3 and Kimi-K2, 1 to 256 tokens each.
+
+    With --uneven the tokens are drawn around that number, so that the fullest expert has about
+    twice as many. The peers are DeepGEMM's masked GEMMs with vLLM's, SGLang's or a Triton kernel
+    for SwiGLU and quantisation between them. A wrong output has no time.
+    """
+    from scripts.measuring import batched, clock
+    from scripts.table import pivots
+
+    rates = clock.measure_rates()
+    into = writer(args, "batched", TURNS, rates=rates, uneven=args.uneven)
+    yield into
+    weights = batched.make_weights(max(batched.EXPERTS), args.seed)
+    cases = [(e, m) for e in batched.EXPERTS for m in args.rows or batched.TOKENS]
+    for experts, each in steps(cases, lambda case: "{} experts, {} tokens each".format(*case)):
+        case = batched.make_case(weights.of(experts), each, args.seed, args.uneven)
+        batched.measure(into, case, rates, args.repeats)
+    yield clock.describe_rates(rates), pivots.batched_table(into.result)
+
+
+def measure_tune_layer(args: argparse.Namespace) -> Shown:
+    """The fastest configs on this GPU, and the loss of the shipped ones.
+
+    The shipped pair runs against pairs a step away on the heuristic's ladder, by device time of the
+    whole layer. All must give the shipped pair's bits. Exit status 1 if the shipped pair loses more
+    than --max-loss percent, or did not run.
+    """
+    from scripts.measuring import cases, tune
+    from scripts.table import pivots
+
+    problems = cases.problems_of(args.definition, args.local, args.device, args.seed)
+    into = writer(args, "tune_layer", TURNS)
+    yield into
+    terms, tokens = 2 if args.accurate else 1, args.tokens or TUNED_TOKENS
+    tune.tune_layer(into, problems, tokens, terms, args.repeats, args.max_loss)
+    yield "", pivots.tuned_table(into.result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    arguments = parser(__doc__)
+    subparsers = arguments.add_subparsers(dest="what", required=True)
+
+    def begin(
+        name: str, measure: Measure, *shared: Callable[[Parser], None], repeats: int = 20
+    ) -> Parser:
+        """Add a sub-parser with the options of all measurements and the shared ones."""
+        doc, kind = inspect.cleandoc(measure.__doc__ or ""), argparse.RawDescriptionHelpFormatter
+        texts: dict[str, Any] = {
+            "help": doc.splitlines()[0],
+            "description": doc,
+            "epilog": EXIT_CODES,
+        }
+        to = subparsers.add_parser(name, formatter_class=kind, **texts)
+        to.set_defaults(measure=measure)
+        place = to.add_mutually_exclusive_group()
+        place.add_argument("--out", type=Path, metavar="FILE", help="append all figures there")
+        if name in OF_A_RUN:
+            text = "add to this run of bench: the pairs that it has, if nothing has changed since"
+            place.add_argument("--run", type=Path, metavar="DIR", help=text)
+        to.add_argument("--markdown", action="store_true", help="print Markdown")
+        if name != "bits":
+            text = f"timed calls of each kind ({repeats})"
+            to.add_argument("--repeats", type=whole(1), default=repeats, metavar="N", help=text)
+        for add_option in (options.seed, *shared):
+            add_option(to)
+        return to
+
+    def add_tokens(to: Parser, default: str) -> None:
+        to.add_argument("--tokens", nargs="+", type=whole(1), metavar="T", help=default)
+
+    chosen = options.local, options.solutions, options.workloads
+    several: dict[str, Any] = {"nargs": "+", "default": [DEFAULT]}
+    to = begin("times", measure_times, *chosen, options.max_tokens, options.cpu)
+    options.definition(to, default=None)
+    to = begin("bits", measure_bits, *chosen, options.cpu)
+    options.definition(to, default=None)
+    to = begin("roofline", measure_roofline, options.local)
+    options.definition(to, default=None)
+    to = begin("kernels", measure_kernels, *chosen)
+    options.definition(to, **several)
+    to.add_argument("--eager", action="store_true", help="trace the calls, not replays of a graph")
+    text = "one call for ncu or nsys, no figures"
+    to.add_argument("--only-call", action="store_true", help=text)
+    to = begin("sweep", measure_sweep, options.local, options.solutions)
+    options.definition(to, type=find_layer, **several)
+    add_tokens(to, "(1 2 4 ... 16384)")
+    text = "what is called: the definition's solutions, or what engines call"
+    to.add_argument("--as", dest="form", choices=("definition", "engines"), help=text)
+    to = begin("gemm", measure_gemm, options.local)
+    rows = to.add_mutually_exclusive_group()
+    rows.add_argument("--grid", choices=("quick", "study"), help="even rows (quick)")
+    rows.add_argument("--layers", action="store_true", help="the workloads' rows")
+    add_tokens(to, "workloads of --layers (all)")
+    to = begin("batched", measure_batched)
+    text = "tokens of an expert (1 ... 256)"
+    to.add_argument("--rows", nargs="+", type=whole(1), metavar="M", help=text)
+    to.add_argument("--uneven", action="store_true", help="drawn around that")
+    to = begin("tune_layer", measure_tune_layer, options.local, repeats=10)
+    options.definition(to, type=find_layer)
+    add_tokens(to, "(1 ... 14107)")
+    to.add_argument("--accurate", action="store_true", help="two FP8 terms, as in hifi")
+    text = "what may be lost (2)"
+    to.add_argument("--max-loss", type=positive, default=2.0, metavar="PERCENT", help=text)
+
+    args = arguments.parse_args()
+    if args.what == "gemm" and args.tokens and not args.layers:
+        raise UsageError("--tokens: only with --layers")
+    args.path = args.out
+    if args.what in OF_A_RUN:
+        args.path = args.run / "rows.jsonl" if args.run else args.out
+        if not args.definition and args.run and (info := args.run / "run.json").is_file():
+            from scripts.common import schemas
+
+            args.definition = find(
+                schemas.read(info, schemas.RunInfo).get("definition", DEFAULT.name)
+            )
+        args.definition = args.definition or DEFAULT
+    if "tokens" in args and args.tokens:
+        args.tokens = list(dict.fromkeys(args.tokens))  # each once
+
+    import torch
+
+    on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
+    if not on_gpu and "cpu" not in args:
+        raise UsageError("no GPU is visible")
+    args.device = "cuda:0" if on_gpu else "cpu"
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+
+    import torch
+
+    into: Writer | None = None
+    interrupted = False
+    try:
+        with torch.no_grad():
+            for each in args.measure(args):
+                if not isinstance(each, tuple):
+                    into = each
+                    continue
+                title, table = each
+                if table:
+                    text = table.markdown() if args.markdown else table.text()
+                    print("\n\n".join(filter(None, [title, text])) + "\n", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        say("interrupted")
+    rows = into.rows if into else []
+    for row in rows:
+        if why := why_failed(row):
+            say(f"error: {row['subject']}{where(row)}: {why}")
+    if args.path and rows:
+        say(f"{len(rows)} rows added to {args.path}")
+    if interrupted:
+        return EXIT_INTERRUPTED
+    failed = [row for row in rows if why_failed(row) and not row.get("peer")]
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def where(row: dict[str, Any]) -> str:
+    """Return the case of a row for an error's line."""
+    if row.get("tokens") is not None:
+        return f" at T={row['tokens']}"
+    if "n" in row:
+        return f" at {row['rows']:g} rows, {row['n']}x{row['k']}"
+    return f" at {row['experts']} experts, {row['rows']} rows" if "experts" in row else ""
+
+
+def why_failed(row: dict[str, Any]) -> str:
+    """Return the reason why a row failed; empty if it did not."""
+    if changed := row.get("inputs_changed"):
+        return f"changes its inputs: {', '.join(changed)}"
+    return row.get("error", "")
+
+
+if __name__ == "__main__":
+    run_main(main)
