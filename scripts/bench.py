@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.common import options
-from scripts.common.command_line import (
+from scripts.common.program import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    TRACES_DIR,
     UsageError,
     duration,
     parser,
@@ -30,7 +31,6 @@ from scripts.common.command_line import (
     share,
     whole,
 )
-from scripts.common.project import TRACES_DIR
 
 if TYPE_CHECKING:
     from scripts.measuring.harness import Run
@@ -107,10 +107,9 @@ def main() -> int:
 
 def conclude(args: argparse.Namespace, run: "Run") -> int:
     """Rank the results and write the report. Return the exit status."""
-    from scripts.report import report
-    from scripts.table.rank_text import print_rankings, without_gpu
-    from scripts.table.rankings import rankings
-    from scripts.table.recorded import recorded_runs
+    from scripts.publishing import pages
+    from scripts.publishing.pages import print_rankings, without_gpu
+    from scripts.publishing.rankings import rankings, recorded_runs
 
     errors, ranked = run.info["errors"], rankings(run.results(), against=args.against)
     for error in errors:
@@ -124,7 +123,7 @@ def conclude(args: argparse.Namespace, run: "Run") -> int:
     say(f"\n{duration(run.info['seconds'])}; traces: {run.traces}")
     if not args.no_report:
         try:
-            say(f"report: {report.write(run.directory)}")
+            say(f"report: {pages.write(run.directory)}")
         except UsageError as error:  # packages for the report are missing
             say(str(error))
     return EXIT_FAILED if errors or any(r.failed for r in ranked) else EXIT_OK

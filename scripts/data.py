@@ -53,7 +53,6 @@ from scripts.common.program import (
 if TYPE_CHECKING:
     import torch
 
-__path__ = [str(Path(__file__).with_suffix(""))]  # of other modules, until the merge
 
 
 # --- logits, drawn from a small model -------------------------------------------------------------

@@ -18,11 +18,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
+from scripts.common import sources
 from scripts.common.definitions import DEFAULT, MOE, SHARED, MoeDefinition
-from scripts.common.project import PREFIX, RESULTS_DIR
+from scripts.common.program import (
+    EXIT_FAILED,
+    EXIT_OK,
+    PREFIX,
+    RESULTS_DIR,
+    UsageError,
+    parser,
+    run_main,
+)
 from scripts.measuring.processes import process_pool
-from scripts.pack import machine_code, sources
 
 TARGETS = {"sm_90a": 132, "sm_100a": 148}
 """Multiprocessors of a GPU, by the compiler's target: some grids are compile-time constants."""
@@ -61,7 +68,7 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
     from moe_fp8.ladder.v4_flat import flat_configs
     from moe_fp8.serving.prepare import all_configs
 
-    from scripts.data.workload_specs import load_specs, routing_bias
+    from scripts.data import load_specs, routing_bias
     from scripts.measuring.cases import counted
 
     arch, shape = of_target(target), MoeShape(**definition.shape)
@@ -181,7 +188,7 @@ def digest(unit: Unit) -> str:
     (mlir,) = (path.read_text("utf-8") for path in dumped if path.name.endswith("_clean.mlir"))
     for path in dumped:
         path.unlink()
-    return machine_code.digest(ptx, mlir)
+    return sources.digest(ptx, mlir)
 
 
 def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
@@ -193,12 +200,12 @@ def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
             kernels.setdefault(unit.solution, []).append(unit.name)
     packed = {name: s for definition in MOE for name, s in sources.packed(definition).items()}
     triton = {
-        name: machine_code.triton_digest(source.content for source in solution.sources)
+        name: sources.triton_digest(source.content for source in solution.sources)
         for name, solution in packed.items()
         if name not in kernels
     }
     hashes = {name: solution.hash() for name, solution in packed.items()}
-    content = {"versions": machine_code.versions(), "digests": digests, "kernels": kernels}
+    content = {"versions": sources.compiler_versions(), "digests": digests, "kernels": kernels}
     return {**content, "triton": triton, "hashes": hashes}
 
 
@@ -210,9 +217,9 @@ def main() -> int:
     args = arguments.parse_args()
 
     listed = units(args.all or args.write is not None)
-    stored = {} if args.write else machine_code.read(RESULTS_DIR / machine_code.FILE)
-    if stored and stored["versions"] != machine_code.versions():
-        raise UsageError(f"stored with {stored['versions']}, here is {machine_code.versions()}")
+    stored = {} if args.write else sources.read_digests(RESULTS_DIR / sources.DIGESTS)
+    if stored and stored["versions"] != sources.compiler_versions():
+        raise UsageError(f"stored with {stored['versions']}, here is {sources.compiler_versions()}")
     by_name = {unit.name: unit for unit in listed}
     with (
         tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
@@ -220,7 +227,7 @@ def main() -> int:
     ):
         computed = dict(sorted(zip(by_name, pool.map(digest, by_name.values()), strict=True)))
     if args.write:
-        machine_code.write(args.write / machine_code.FILE, describe(listed, computed))
+        sources.write_digests(args.write / sources.DIGESTS, describe(listed, computed))
         return EXIT_OK
     changed = [name for name, now in computed.items() if stored["digests"].get(name) != now]
     for name in changed:

@@ -24,11 +24,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.common import options
-from scripts.common.command_line import (
+from scripts.common.definitions import (
+    DEFAULT,
+    MODEL_TOKENS,
+    RENORMALIZE,
+    find,
+    find_layer,
+)
+from scripts.common.program import (
     EXIT_CODES,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    FUSED,
     UsageError,
     parser,
     positive,
@@ -37,20 +45,11 @@ from scripts.common.command_line import (
     steps,
     whole,
 )
-from scripts.common.definitions import (
-    DEFAULT,
-    MODEL_TOKENS,
-    RENORMALIZE,
-    find,
-    find_layer,
-)
-from scripts.common.project import FUSED
 
 if TYPE_CHECKING:
-    from scripts.data.rows import Writer
-    from scripts.table.tables import Table
+    from scripts.publishing.rows import Writer
+    from scripts.publishing.tables import Table
 
-__path__ = [str(Path(__file__).with_name("measure"))]  # the moved modules' old places
 
 REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
 TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
@@ -68,7 +67,7 @@ Parser = argparse.ArgumentParser
 def writer(args: argparse.Namespace, name: str, method: str, **more: Any) -> "Writer":
     from flashinfer_bench.utils import hardware_from_device
 
-    from scripts.data.rows import Writer
+    from scripts.publishing.rows import Writer
 
     settings = {key: getattr(args, key) for key in ("repeats", "seed") if key in args} | more
     return Writer(name, hardware_from_device(args.device), method, args.path, **settings)
@@ -83,9 +82,9 @@ def measure_times(args: argparse.Namespace) -> Shown:
     bench whose sources and hardware are unchanged, and adds to it. `bench` does so after every run
     on a GPU.
     """
-    from scripts.data.rows import TIMES
     from scripts.measuring import cases, layers
-    from scripts.table import pivots
+    from scripts.publishing import tables
+    from scripts.publishing.rows import TIMES
 
     on_gpu = args.device != "cpu"
     plan = cases.choose(
@@ -95,7 +94,7 @@ def measure_times(args: argparse.Namespace) -> Shown:
     into = writer(args, TIMES, "accuracy against the reference" + f"; {REPLAYED}" * on_gpu)
     yield into
     layers.measure_plan(plan, into, args.device, args.seed, args.repeats * on_gpu)
-    yield "", pivots.pairs_table(into.result, TIMES)
+    yield "", tables.pairs_table(into.result, TIMES)
 
 
 def measure_bits(args: argparse.Namespace) -> Shown:
@@ -105,9 +104,9 @@ def measure_bits(args: argparse.Namespace) -> Shown:
     reference model. With --run it takes the solutions and workloads of that run of bench whose
     sources and hardware are unchanged, and adds to it. `bench` does so after every run on a GPU.
     """
-    from scripts.data.rows import BITS
     from scripts.measuring import cases, layers
-    from scripts.table.tables import bits_table, by_part
+    from scripts.publishing.rows import BITS
+    from scripts.publishing.tables import bits_table, by_part
 
     on_gpu = args.device != "cpu"
     plan = cases.choose(
@@ -136,9 +135,9 @@ def measure_roofline(args: argparse.Namespace) -> Shown:
 
     With --run it adds to that run of bench, as `bench` does after every run on a GPU.
     """
-    from scripts.data.rows import ROOFLINE
     from scripts.measuring import cases, clock, layers
-    from scripts.table import pivots
+    from scripts.publishing import tables
+    from scripts.publishing.rows import ROOFLINE
 
     if args.run and not args.run.is_dir():
         raise UsageError(f"{args.run} has no traces.jsonl")
@@ -147,7 +146,7 @@ def measure_roofline(args: argparse.Namespace) -> Shown:
     yield into
     histograms = cases.histograms(args.local, layer=args.definition)
     layers.measure_rooflines(into, histograms, args.repeats, args.definition)
-    yield clock.describe_rates(rates), pivots.roofline_table(into.result, args.definition)
+    yield clock.describe_rates(rates), tables.roofline_table(into.result, args.definition)
 
 
 def measure_kernels(args: argparse.Namespace) -> Shown:
@@ -167,7 +166,7 @@ def measure_kernels(args: argparse.Namespace) -> Shown:
             python3 run.py measure kernels --workloads 80 --only-call
     """
     from scripts.measuring import cases, clock, kernels, layers
-    from scripts.table import pivots
+    from scripts.publishing import tables
 
     into, rates = None, {}
     if not args.only_call:
@@ -194,7 +193,7 @@ def measure_kernels(args: argparse.Namespace) -> Shown:
                 kernels.measure(into, s, call, h, layer, rates, least_us, args.repeats, args.eager)
                 counts = h.counts()
                 title = "{}, T={tokens}: {pairs} pairs, {active} experts".format(s.name, **counts)
-                yield title, pivots.kernels_table(into.result, s.name, h.uuid)
+                yield title, tables.kernels_table(into.result, s.name, h.uuid)
 
 
 def measure_sweep(args: argparse.Namespace) -> Shown:
@@ -207,7 +206,7 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     fused, and has `moe_fp8.experts` besides its solutions.
     """
     from scripts.measuring import cases, clock, subjects
-    from scripts.table import pivots
+    from scripts.publishing import tables
 
     engines, layers = args.form == "engines", args.definition
     if engines and any(d.routing == RENORMALIZE or d.swiglu_limit is not None for d in layers):
@@ -229,8 +228,8 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
         for subject, why in chosen.skipped.items():
             into.add({}, subject, not_tried=why)
         del problems, calls  # frees the layer's weights
-    shown = pivots.sweep_table(into.result, name)
-    for table in (shown, pivots.failed_table(pivots.called(into.result, name))):
+    shown = tables.sweep_table(into.result, name)
+    for table in (shown, tables.failed_table(tables.called(into.result, name))):
         yield table.title, table
 
 
@@ -244,7 +243,7 @@ def measure_gemm(args: argparse.Namespace) -> Shown:
     padded to the same number.
     """
     from scripts.measuring import cases, clock, gemm
-    from scripts.table import pivots
+    from scripts.publishing import tables
 
     name = "gemm_layers" if args.layers else f"gemm_{args.grid or 'quick'}"
     problems = gemm.grid_problems(args.grid or "quick")
@@ -261,9 +260,9 @@ def measure_gemm(args: argparse.Namespace) -> Shown:
     for problem in steps(problems):
         variants = gemm.collect_variants(args.layers, problem)
         gemm.run_problem(into, problem, variants, rates, args.repeats, args.seed)
-    f = pivots.gemm_frame(into.result, name)
-    yield f"{method}. {clock.describe_rates(rates)}", pivots.gemm_table(f)
-    yield "Ratio to the best peer", pivots.ratios_table(f)
+    f = tables.gemm_frame(into.result, name)
+    yield f"{method}. {clock.describe_rates(rates)}", tables.gemm_table(f)
+    yield "Ratio to the best peer", tables.ratios_table(f)
 
 
 def measure_batched(args: argparse.Namespace) -> Shown:
@@ -274,7 +273,7 @@ def measure_batched(args: argparse.Namespace) -> Shown:
     for SwiGLU and quantisation between them. A wrong output has no time.
     """
     from scripts.measuring import batched, clock
-    from scripts.table import pivots
+    from scripts.publishing import tables
 
     rates = clock.measure_rates()
     into = writer(args, "batched", TURNS, rates=rates, uneven=args.uneven)
@@ -284,7 +283,7 @@ def measure_batched(args: argparse.Namespace) -> Shown:
     for experts, each in steps(cases, lambda case: "{} experts, {} tokens each".format(*case)):
         case = batched.make_case(weights.of(experts), each, args.seed, args.uneven)
         batched.measure(into, case, rates, args.repeats)
-    yield clock.describe_rates(rates), pivots.batched_table(into.result)
+    yield clock.describe_rates(rates), tables.batched_table(into.result)
 
 
 def measure_tune_layer(args: argparse.Namespace) -> Shown:
@@ -295,14 +294,14 @@ def measure_tune_layer(args: argparse.Namespace) -> Shown:
     than --max-loss percent, or did not run.
     """
     from scripts.measuring import cases, tune
-    from scripts.table import pivots
+    from scripts.publishing import tables
 
     problems = cases.problems_of(args.definition, args.local, args.device, args.seed)
     into = writer(args, "tune_layer", TURNS)
     yield into
     terms, tokens = 2 if args.accurate else 1, args.tokens or TUNED_TOKENS
     tune.tune_layer(into, problems, tokens, terms, args.repeats, args.max_loss)
-    yield "", pivots.tuned_table(into.result)
+    yield "", tables.tuned_table(into.result)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -378,10 +377,10 @@ def parse_arguments() -> argparse.Namespace:
     if args.what in OF_A_RUN:
         args.path = args.run / "rows.jsonl" if args.run else args.out
         if not args.definition and args.run and (info := args.run / "run.json").is_file():
-            from scripts.common import schemas
+            from scripts.common import environment
 
             args.definition = find(
-                schemas.read(info, schemas.RunInfo).get("definition", DEFAULT.name)
+                environment.read_json(info, environment.RunInfo).get("definition", DEFAULT.name)
             )
         args.definition = args.definition or DEFAULT
     if "tokens" in args and args.tokens:

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from flashinfer_bench.data import Definition, Solution, Trace, Workload
 
-__path__ = [str(Path(__file__).with_suffix(""))]  # of the moved modules, until the merge
 
 TRACE, APPLY = FORMS = ("trace", "apply")
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -109,8 +108,8 @@ def backing_traces(
             lists them, with the reasons.
         UsageError: `gpu` fits several GPUs, or the traces are of several tolerances or clocks.
     """
-    from scripts.data.dataset import tokens
-    from scripts.data.traces import read_run
+    from scripts.measuring.cases import tokens
+    from scripts.publishing.rows import run_info
 
     name, packed = solution.name, solution.hash()
     mine = results[(results.solution == name) & ~results.cpu.astype(bool)]
@@ -121,7 +120,7 @@ def backing_traces(
     chosen = {r.uuid: r for r in measured if r.hash == wanted}
     latest = {r.uuid: r for r in measured}
     # Sources whose run.json says that the tensors were this repository's.
-    ours = {s for s in ordered.source.unique() if read_run(Path(s)).get("dataset") == "."}
+    ours = {s for s in ordered.source.unique() if run_info(Path(s)).get("dataset") == "."}
 
     def against(workload: "Workload") -> str:
         """Return the reason why a workload is not backed; empty if it is."""
@@ -196,7 +195,7 @@ def collect(
 ) -> list[Export]:
     """Return the solutions with the traces among the results that back them; without names, those
     that have some. `options` are for `backing_traces`. Raises Refused, PackError, UsageError."""
-    from scripts.data.traces import read_results
+    from scripts.publishing.rows import read_results
 
     chosen = sources.select(sources.generations(), [Path(name).name for name in names])
     frame = read_results(results, DEFINITION)
@@ -223,7 +222,7 @@ def fastest(exports: Sequence[Export]) -> Export:
     """Return the solution that is fastest in the mean of the workloads that back all of them: a
     token's output must not depend on the fastest solution at a batch's size. Raises UsageError:
     there is no such workload, or clocks and tolerances differ."""
-    from scripts.data.results import TIMING, TOLERANCE
+    from scripts.publishing.rows import TIMING, TOLERANCE
 
     traces = [trace for export in exports for trace in export.traces]
     libs = [trace["evaluation"]["environment"]["libs"] for trace in traces]
@@ -251,7 +250,7 @@ def write_tree(
     """Write solutions and traces at their paths in a data set, for `apply` with the definition, and
     build the solutions as flashinfer-bench does. Return the files. A solution that does not build
     leaves nothing. Raises PackError; UsageError: `output` has files, which could be mixed up."""
-    from scripts.data.traces import finite
+    from scripts.publishing.rows import finite
 
     here = output.resolve() == Path.cwd()  # replacing it would leave shells in the old directory
     if here or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
@@ -302,7 +301,7 @@ def export_solutions(argv: Sequence[str] | None) -> None:
     if args.to == TRACE and (args.mix or not args.solutions):
         arguments.error("--mix: only with --to apply" if args.mix else "name the solutions")
 
-    from scripts.data.dataset import load, ours
+    from scripts.measuring.cases import load, ours
 
     data_set = load(args.local)[0]
     if not (workloads := data_set.workloads[DEFINITION]):

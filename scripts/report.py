@@ -15,10 +15,9 @@ solutions are ours and which a peer's, and which could not run there and why.
 import json
 from pathlib import Path
 
-from scripts.common import files
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
+from scripts.common import program
 from scripts.common.definitions import full_name
-from scripts.common.project import DEFINITION
+from scripts.common.program import DEFINITION, EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
 
 PAGE, TEXT, PAGES = "a page", "--text", "--pages"
 
@@ -82,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no results in {', '.join(map(str, args.paths or traces))}")
     print(pages.print_rankings(ranked, args.markdown))
     if args.json:
-        files.write(args.json, json.dumps([rankings.to_json(r) for r in ranked], indent=1) + "\n")
+        program.write_file(args.json, json.dumps([rankings.to_json(r) for r in ranked], indent=1) + "\n")
     return EXIT_FAILED if any(r.failed for r in ranked) else EXIT_OK
 
 

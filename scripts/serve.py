@@ -251,7 +251,7 @@ def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more
 def check(backend: Backend) -> Iterator[Row]:
     """Yield rows of the start and of the layers' checks. Raises Failure: the layer is not served
     where it should be, or computes wrong values."""
-    from scripts.common.float32_experts import LARGEST_DIFF
+    from scripts.measuring.accuracy import LARGEST_DIFF
 
     if backend.setup.backend in OWN and not backend.log_lines("moe_fp8 serves"):
         why = backend.log_lines("moe_fp8") or ["the log does not name moe_fp8"]
@@ -397,8 +397,8 @@ def main() -> int:
     args = arguments()
     wanted = setups(args)
     from scripts.common import environment
-    from scripts.data.rows import Writer
-    from scripts.table.served import SERVED, checks_table, timed_tables
+    from scripts.publishing.rows import Writer
+    from scripts.publishing.tables import SERVED, served_checks, timed_tables
 
     plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
@@ -417,7 +417,7 @@ def main() -> int:
                 into.add(row, row["subject"])
     finally:  # also if a backend fails or Ctrl-C ends the program
         if rows := into.rows:
-            for table in (*timed_tables(rows), checks_table(rows)):
+            for table in (*timed_tables(rows), served_checks(rows)):
                 print(f"\n{table.title}\n\n{table.text()}")
     return EXIT_OK
 

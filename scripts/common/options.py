@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.common.command_line import whole
 from scripts.common.definitions import DEFAULT, find
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT, whole
 
 Parser = argparse.ArgumentParser
 

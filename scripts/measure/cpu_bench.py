@@ -24,14 +24,14 @@ from flashinfer_bench.bench.utils import compute_error_stats
 from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
-
 from scripts.common.command_line import UsageError, note, steps
-from scripts.common.definitions import DEFAULT
 from scripts.data.dataset import Inputs, definition_of, named
 from scripts.data.results import EMULATED, PASSED, TIMING
-from scripts.measure import emulated
 from scripts.measure.times import fresh, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES
+
+from scripts.common.definitions import DEFAULT
+from scripts.measure import emulated
 
 MODEL = "wall clock of the reference model on the CPU, no GPU kernel ran"
 BESIDE_WEIGHTS = 3 * 2**30

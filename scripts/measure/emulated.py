@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from flashinfer_bench.data import Solution, Trace
 from moe_fp8.cache import PACKAGE
-
 from scripts.common.metrics import calc_diff
 from scripts.data.dataset import tokens
 from scripts.data.results import PASSED

@@ -21,12 +21,11 @@ from moe_fp8.baselines.deepgemm_device import RECIPE, REQUIREMENT
 from moe_fp8.baselines.requirement import require
 from moe_fp8.call import BLOCK
 
-from scripts.common.command_line import UsageError
-from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops
-from scripts.common.text import error_line
-from scripts.data.rows import Writer
+from scripts.common.definitions import bandwidth, gemm_bytes, gemm_flops
+from scripts.common.program import UsageError, error_line
 from scripts.measuring.accuracy import LARGEST_DIFF, calc_diff, in_float32
 from scripts.measuring.clock import FAILURES, Rates, Timed, device_times, figures
+from scripts.publishing.rows import Writer
 
 HIDDEN, WIDTH = 7168, 2048
 """Sizes of DeepSeek-V3 and of Kimi-K2."""

@@ -31,8 +31,7 @@ from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.reference import choose_experts
 from safetensors import SafetensorError
 
-from scripts.common import files
-from scripts.common.command_line import UsageError, os_error, say
+from scripts.common import program, sources
 from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
@@ -43,12 +42,8 @@ from scripts.common.definitions import (
     size_of,
 )
 from scripts.common.options import matches
-from scripts.common.project import ROOT
-from scripts.common.text import say_skipped
-from scripts.data.traces import read_results, why_not_same
-from scripts.data.workload_specs import WorkloadSpec, load_specs, make_workloads
-from scripts.pack import pack
-from scripts.pack.availability import (
+from scripts.common.program import ROOT, UsageError, os_error, say, say_skipped
+from scripts.common.sources import (
     is_peer,
     other_versions,
     own_hashes,
@@ -56,6 +51,8 @@ from scripts.pack.availability import (
     split_foreign,
     this_machine,
 )
+from scripts.data import WorkloadSpec, load_specs, make_workloads
+from scripts.publishing.rows import read_results, why_not_same
 
 CPU_MAX_TOKENS = 16
 """Tokens of the largest workload that runs on the CPU by default."""
@@ -197,7 +194,7 @@ def load_tensors(
         specs = workload.inputs.values()
         paths = {root / spec.path for spec in specs if spec.type == "safetensors"}
         text, remedy = _first_line(error), "get it anew (git lfs pull)"
-        if any(p.is_file() and p.read_bytes().startswith(files.LFS_POINTER) for p in paths):
+        if any(p.is_file() and p.read_bytes().startswith(program.LFS_POINTER) for p in paths):
             text = "a pointer of git-lfs in the place of the tensors"
         if ours(root):
             remedy = "remove it, then run.py data makes it anew"
@@ -272,11 +269,11 @@ def load_with_ours(
     """Return the data set with our solutions added in memory, and ours, packed anew. A clone that
     is read-only gets no files. Remarks go to stderr. Raises PackError."""
     try:
-        packed = packed_solutions(pack.write_packed(definition=definition))
+        packed = packed_solutions(sources.write_packed(definition=definition))
     except OSError as error:
         say(f"{os_error(error)}: our solutions are not kept there")
         with tempfile.TemporaryDirectory(prefix="packed-") as directory:
-            paths = pack.write_packed(output=Path(directory), build=False, definition=definition)
+            paths = sources.write_packed(output=Path(directory), build=False, definition=definition)
             packed = packed_solutions(paths)
     trace_set, remarks = load(root, definition)
     ours = {solution.name: solution for solution in packed}

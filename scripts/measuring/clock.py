@@ -24,8 +24,7 @@ from moe_fp8.baselines.per_stream import REUSE
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.common.command_line import UsageError
-from scripts.common.text import error_line
+from scripts.common.program import UsageError, error_line
 
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU."""

@@ -23,19 +23,16 @@ from moe_fp8.ladder.v3_clustered import counted_configs
 from moe_fp8.ladder.v4_flat import flat_configs
 from moe_fp8.reference import flat_rows
 
-from scripts.common.command_line import duration, say
-from scripts.common.definitions import BLOCK, DEFAULT
-from scripts.common.project import PREFIX
-from scripts.common.roofline import gemm_bytes, gemm_flops
-from scripts.common.text import error_line
-from scripts.data.rows import Writer
+from scripts.common import sources
+from scripts.common.definitions import BLOCK, DEFAULT, gemm_bytes, gemm_flops
+from scripts.common.program import PREFIX, duration, error_line, say
 from scripts.measuring import clock
 from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Histogram
 from scripts.measuring.clock import Rates, Timed, device_times, figures, one_after_another
 from scripts.measuring.processes import process_pool
 from scripts.measuring.weight_stream import readers
-from scripts.pack import sources
+from scripts.publishing.rows import Writer
 
 if TYPE_CHECKING:
     from moe_fp8.baselines.triton_gemm import TileConfig

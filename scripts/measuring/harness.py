@@ -1,7 +1,7 @@
 """A run of flashinfer-bench's Benchmark: directory, settings, results stored workload by workload,
 Ctrl-C, progress, and the measurements that follow it on a GPU.
 
-A run's directory holds traces.jsonl, written as results come, and run.json with the settings, which
+A run's directory holds rows.jsonl, written as results come, and run.json with the settings, which
 are those of all its results. Every trace is stamped with its timing, its tolerance, the run, and
 the hash of the solution's source. Only this stamp decides if a resumed run still has to measure a
 pair. run.json names the sources of what has been measured, never of what is still to be measured.
@@ -29,24 +29,23 @@ from filelock import FileLock, Timeout
 from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
-from scripts.common import environment, files, schemas
-from scripts.common.command_line import ENDING, UsageError, exit_status, note, say, steps
-from scripts.common.project import DEFINITION
-from scripts.common.text import slug
-from scripts.data import traces
-from scripts.data.results import (
-    EMULATED,
-    HASH,
-    INVALID,
-    RUN,
-    TIMING,
-    TOLERANCE,
-    failure_reason,
+from scripts.common import environment, program
+from scripts.common.program import (
+    DEFINITION,
+    ENDING,
+    UsageError,
+    exit_status,
+    note,
+    say,
+    slug,
+    steps,
 )
-from scripts.measure import cpu_bench, emulated
+from scripts.common.sources import NEEDS_GPU
+from scripts.measuring import emulate
 from scripts.measuring.cases import Plan, load_tensors, named, ours, tokens
 from scripts.measuring.clock import HARNESS_CLOCK
-from scripts.pack.availability import NEEDS_GPU
+from scripts.publishing import rows
+from scripts.publishing.rows import EMULATED, HASH, INVALID, RUN, TIMING, TOLERANCE, failure_reason
 
 TRIALS, TRIALS_OF_LARGE = 3, 1
 
@@ -57,7 +56,7 @@ TRIALS, TRIALS_OF_LARGE = 3, 1
 class Run:
     """One run. No other program can use its directory before this context ends."""
 
-    def __init__(self, directory: Path, info: schemas.RunInfo | None = None):
+    def __init__(self, directory: Path, info: environment.RunInfo | None = None):
         """`info` is the run.json of a run to resume."""
         self.directory = directory
         self.traces = directory / "traces.jsonl"
@@ -79,7 +78,7 @@ class Run:
 
     def save_info(self, **fields: Any) -> None:
         self.info.update(fields)
-        files.write_json(self.directory / "run.json", self.info)
+        program.write_json(self.directory / "run.json", self.info)
 
     def go_on(self, environment_now: dict[str, Any], **now: Any) -> None:
         """Move what run.json says of the earlier parts to `earlier`. Raises UsageError if machine,
@@ -100,7 +99,7 @@ class Run:
 
     def results(self) -> pd.DataFrame:
         paths = [self.traces] if self.traces.is_file() else []
-        return traces.read_results(paths, self.info.get("definition", DEFINITION))
+        return rows.read_results(paths, self.info.get("definition", DEFINITION))
 
     def done(self) -> dict[tuple[str, str], Any]:
         """Return the last result of each (uuid, solution) that has the present sources."""
@@ -125,7 +124,7 @@ class Run:
                 update={"environment": machine.model_copy(update={"libs": libs})}
             )
             stamped.append(trace.model_copy(update={"evaluation": updated}))
-        traces.append(self.traces, stamped)
+        rows.append_traces(self.traces, stamped)
         measured = {t.solution: self.hashes[str(t.solution)] for t in stamped}
         self.save_info(solutions={**self.info.get("solutions", {}), **measured})
         return stamped
@@ -150,7 +149,7 @@ def find_run(parent: Path, wanted: Path | None) -> Run:
     candidates = [wanted] if wanted else sorted(p.parent for p in parent.glob("*/run.json"))
     if not candidates or not (candidates[-1] / "run.json").is_file():
         raise UsageError(f"no run to resume in {wanted or parent}")
-    return Run(candidates[-1], schemas.read(candidates[-1] / "run.json", schemas.RunInfo))
+    return Run(candidates[-1], environment.read_json(candidates[-1] / "run.json", environment.RunInfo))
 
 
 # --- a run ------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def configuration(args: Namespace, on_gpu: bool) -> BenchmarkConfig:
 
 def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool) -> Run:
     """Return a new run, or the one to resume, ready to take results."""
-    timing = cpu_bench.MODEL
+    timing = emulate.MODEL
     if on_gpu:
         timing = (
             f"flashinfer-bench {environment.versions()['flashinfer-bench']}, {HARNESS_CLOCK} of "
@@ -228,16 +227,16 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
         reason = "as asked (--cpu)" if torch.cuda.is_available() else "no GPU is visible"
         model = "the solutions run as their reference model on the CPU; no GPU time is measured"
         say(f"{reason}: {model}")
-    if not on_gpu and args.emulate != emulated.NONE:
-        if why := emulated.why_not():
+    if not on_gpu and args.emulate != emulate.NONE:
+        if why := emulate.why_not():
             say(f"no kernel is emulated: {why}")
         else:
             asked_for = args.workloads or args.max_tokens
-            most = emulated.MOST_TOKENS_ASKED_FOR if asked_for else emulated.MOST_TOKENS
+            most = emulate.MOST_TOKENS_ASKED_FOR if asked_for else emulate.MOST_TOKENS
             say(
                 f"up to T={most} also by the kernels for {args.emulate}, instruction by instruction"
             )
-            emulation = emulated.Emulation(args.emulate, most)
+            emulation = emulate.Emulation(args.emulate, most)
     done = run.done()
 
     def lacks(trace: Trace, solution: Solution) -> bool:
@@ -260,7 +259,7 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
             if not args.only_harness:
                 add_measurements(run, args, plan.foreign)
         else:
-            cpu_bench.run(plan.trace_set, pairs, config, args.seed, run.store, emulation)
+            emulate.run(plan.trace_set, pairs, config, args.seed, run.store, emulation)
             run.save_info(finished=True)
     except KeyboardInterrupt:
         interrupted = True

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from flashinfer_bench.data import Solution
 
-from scripts.common.definitions import BLOCK, DEFAULT, RENORMALIZE, MoeDefinition
-from scripts.common.roofline import bandwidth
-from scripts.data.rows import Writer
+from scripts.common.definitions import BLOCK, DEFAULT, RENORMALIZE, MoeDefinition, bandwidth
 from scripts.measuring.cases import Histogram
 from scripts.measuring.clock import (
     WARMUP,
@@ -31,6 +29,7 @@ from scripts.measuring.clock import (
     waits,
 )
 from scripts.measuring.gemm import Problem
+from scripts.publishing.rows import Writer
 
 OURS = re.compile(r"kernels(?:sm\d+)?[a-z0-9_]*?([A-Z]\w*?)_object_at")
 """A CuTe DSL kernel's name has the module's path and the class."""

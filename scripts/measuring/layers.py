@@ -15,12 +15,8 @@ from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 
-from scripts.common.command_line import steps
-from scripts.common.definitions import MoeDefinition
-from scripts.common.project import ACCURACY_TOLERANCES
-from scripts.common.roofline import roofline_ms
-from scripts.common.text import error_line
-from scripts.data.rows import Writer
+from scripts.common.definitions import MoeDefinition, roofline_ms
+from scripts.common.program import ACCURACY_TOLERANCES, error_line, steps
 from scripts.measuring.accuracy import calc_diff, cosine, matched_ratio
 from scripts.measuring.cases import Histogram, Inputs, Plan, definition_of, named, tokens
 from scripts.measuring.clock import (
@@ -37,6 +33,7 @@ from scripts.measuring.clock import (
     timed,
     waits,
 )
+from scripts.publishing.rows import Writer
 
 BITS_MAX_TOKENS = 1024
 """Tokens of the workload whose bits are compared, on a GPU: more take longer and show nothing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_fp8.serving.prepare import end_with_parent
 
-from scripts.common.command_line import leave_ending_to_parent
+from scripts.common.program import leave_ending_to_parent
 
 
 def _begin(begin: Callable[..., None] | None, *arguments: Any) -> None:

@@ -27,18 +27,16 @@ from moe_fp8 import experts, fused_moe
 from moe_fp8.call import BLOCK, MoeInputs, MoeShape
 from moe_fp8.reference import choose_experts, quantise_rows
 
-from scripts.common.command_line import UsageError
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
 from scripts.common.options import matches
-from scripts.common.project import FUSED, PREFIX
-from scripts.common.text import error_line
-from scripts.data.rows import Writer
+from scripts.common.program import FUSED, PREFIX, UsageError, error_line
+from scripts.common.sources import generations, pack
 from scripts.measuring import cases, layers
 from scripts.measuring.accuracy import LARGEST_DIFF
 from scripts.measuring.cases import Problems, definition_of
 from scripts.measuring.clock import FAILURES, Rates, Returning, Timed, timed
 from scripts.measuring.layers import Subjects
-from scripts.pack.pack import generations, pack
+from scripts.publishing.rows import Writer
 
 TOKENS = tuple(2**i for i in range(15))
 PEERS = ("triton_moe", "deepgemm_moe", "hpc_ops_moe")

@@ -13,12 +13,12 @@ import torch
 from moe_fp8.call import MoeShape
 from moe_fp8.layer import FusedLayer
 
-from scripts.common.command_line import steps
-from scripts.data.rows import Writer
+from scripts.common.program import steps
 from scripts.measuring import clock
 from scripts.measuring.cases import Problems
 from scripts.measuring.clock import Timed, device_times, figures
 from scripts.measuring.gemm import ladder
+from scripts.publishing.rows import Writer
 
 NONE_RAN = "none ran"
 

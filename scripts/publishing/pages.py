@@ -24,12 +24,20 @@ from typing import Any
 
 import pandas as pd
 
-from scripts.common import files
-from scripts.common.command_line import UsageError
-from scripts.common.project import PREFIX, RESULTS_DIR, ROOT, short_name
-from scripts.common.text import markdown, number, percent, printable, say_skipped
-from scripts.pack import machine_code
-from scripts.pack.sources import changed_since, remark
+from scripts.common import program, sources
+from scripts.common.program import (
+    PREFIX,
+    RESULTS_DIR,
+    ROOT,
+    UsageError,
+    markdown,
+    number,
+    percent,
+    printable,
+    say_skipped,
+    short_name,
+)
+from scripts.common.sources import changed_since, remark
 from scripts.publishing import plots, rankings, tables
 from scripts.publishing.rankings import Ranking, Recorded, headline, notes, read, say_clocks, title
 from scripts.publishing.rows import BITS, FILE, Clock
@@ -452,7 +460,7 @@ def write(
             f"no report without {' and '.join(missing)}: pip install jinja2 matplotlib"
         )
     out = out or directory / "report.html"
-    files.write(out, render(read(directory, peers, by)))
+    program.write_file(out, render(read(directory, peers, by)))
     return out
 
 
@@ -476,7 +484,7 @@ def table(content: Table) -> str:
 def data_hash(directory: Path) -> str:
     """Return a digest of a record's measurements, without its digests of machine code."""
     digest = hashlib.sha256()
-    for path in sorted({*directory.glob("[!.]*.json*")} - {directory / machine_code.FILE}):
+    for path in sorted({*directory.glob("[!.]*.json*")} - {directory / sources.DIGESTS}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -535,10 +543,10 @@ def publish(check: bool, instead: Path | None = None) -> list[str]:
         recorded = None
         text = MARK.sub(made, page.read_text(encoding="utf-8"))
         if not check:
-            files.write(page, text)
+            program.write_file(page, text)
     if not check:
         for path, (picture, source) in pictures.items():
-            files.write(path, plots.image(picture.draw(), "png", source))
+            program.write_file(path, plots.image(picture.draw(), "png", source))
         return list(map(str, pictures))
     for path, (_, source) in pictures.items():
         if not path.is_file():

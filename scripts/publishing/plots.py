@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from scripts.common.project import short_name
-from scripts.common.roofline import bandwidth
-from scripts.common.text import printable
+from scripts.common.definitions import bandwidth
+from scripts.common.program import printable, short_name
 from scripts.publishing import tables
 from scripts.publishing.rankings import Ranking
 from scripts.publishing.rows import Clock, Rows

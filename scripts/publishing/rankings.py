@@ -14,10 +14,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION, PREFIX, RESULTS_DIR, TRACES_DIR, short_name
-from scripts.common.text import say_skipped
-from scripts.data.dataset import matches
+from scripts.common.options import matches
+from scripts.common.program import (
+    DEFINITION,
+    PREFIX,
+    RESULTS_DIR,
+    TRACES_DIR,
+    UsageError,
+    say_skipped,
+    short_name,
+)
 from scripts.publishing.rows import (
     ACCURACY,
     CLOCKS,

@@ -26,11 +26,9 @@ from filelock import FileLock
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter
 from typing_extensions import NotRequired, Required, TypedDict
 
-from scripts.common import environment, files, schemas
-from scripts.common.command_line import UsageError, say
-from scripts.common.definitions import find_layer, size_of
-from scripts.common.project import ACCURACY_TOLERANCES, DEFINITION, OURS
-from scripts.common.roofline import pair_flops, roofline_ms, weight_bytes
+from scripts.common import environment, program
+from scripts.common.definitions import find_layer, pair_flops, roofline_ms, size_of, weight_bytes
+from scripts.common.program import ACCURACY_TOLERANCES, DEFINITION, OURS, UsageError, say
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Evaluation, Trace
@@ -93,7 +91,7 @@ class Measurement(TypedDict):
     name: str  # in tables and pages: "times", "sweep", "gemm_layers", ...
     hardware: str
     method: str
-    environment: schemas.Captured
+    environment: environment.Captured
     rates: NotRequired[Rates]
 
 
@@ -214,10 +212,10 @@ def read(path: Path) -> Rows:
         try:
             content = json.loads(line.decode("utf-8-sig"))
             if isinstance(content, dict) and "name" in content:
-                schemas.checked(content, Measurement)
+                environment.checked(content, Measurement)
                 result.heads[content["id"]] = content
                 continue
-            schemas.checked(content, Row)
+            environment.checked(content, Row)
             if content["of"] not in result.heads:
                 raise ValueError(f"no measurement {content['of']} stands before it")
             head = result.heads[content["of"]]
@@ -299,7 +297,7 @@ class Run:
     """
 
     directory: Path
-    info: schemas.RunInfo
+    info: environment.RunInfo
     rows: Rows
     results: pd.DataFrame
 
@@ -336,7 +334,7 @@ def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.Data
 
 
 def _results(
-    path: Path, info: schemas.RunInfo, rows: Rows, definition: str
+    path: Path, info: environment.RunInfo, rows: Rows, definition: str
 ) -> Iterator[dict[str, Any]]:
     figures = _joined(rows, definition)
     for number, line in json_lines(path):
@@ -366,10 +364,10 @@ def trace_files(paths: Iterable[Path]) -> list[Path]:
     return list({path.resolve(): path for path in listed}.values())
 
 
-def run_info(traces: Path) -> schemas.RunInfo:
+def run_info(traces: Path) -> environment.RunInfo:
     """Return the run.json beside a trace file; empty if there is none (other people's traces)."""
     path = traces.with_name(traces.stem.replace("traces", "run", 1) + ".json")
-    return schemas.read(path, schemas.RunInfo) if path.is_file() else {}
+    return environment.read_json(path, environment.RunInfo) if path.is_file() else {}
 
 
 def append_traces(path: Path, traces: "Sequence[Trace]") -> None:
@@ -380,7 +378,7 @@ def append_traces(path: Path, traces: "Sequence[Trace]") -> None:
     with FileLock(path.with_name(f".{path.stem}.lock")):
         lines = [line for _, line in json_lines(path)] if path.is_file() else []
         lines += [trace.model_dump_json().encode("utf-8") for trace in traces]
-        files.write(path, b"".join(line + b"\n" for line in lines))
+        program.write_file(path, b"".join(line + b"\n" for line in lines))
 
 
 Joined = Callable[[str, str, str, str], tuple[dict[str, Any], ...]]
@@ -501,7 +499,7 @@ def result_of(
     solution's. Raises ValueError: it is no trace."""
     from flashinfer_bench.data import Trace  # not needed for a program's --help
 
-    parsed = schemas.checked(trace, Trace)
+    parsed = environment.checked(trace, Trace)
     evaluation, solution = parsed.evaluation, parsed.solution
     if not solution or not evaluation:
         return None

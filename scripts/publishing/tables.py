@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scripts.common.definitions import MoeDefinition, find_layer
-from scripts.common.project import short_name
-from scripts.common.roofline import bandwidth, gemm_bytes, gemm_flops, roofline_ms, stepwise_ms
-from scripts.common.text import markdown, number, percent, printable
+from scripts.common.definitions import (
+    MoeDefinition,
+    bandwidth,
+    find_layer,
+    gemm_bytes,
+    gemm_flops,
+    roofline_ms,
+    stepwise_ms,
+)
+from scripts.common.program import markdown, number, percent, printable, short_name
 from scripts.publishing.rankings import Checks, Ranking
 from scripts.publishing.rows import CLOCKS, ROOFLINE, TOLERANCES, Clock, Rows, Run
 

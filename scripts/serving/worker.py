@@ -219,8 +219,7 @@ def checking(experts: Experts, tokens: int, report: Callable[[float], None]) -> 
     """Return `experts` that compares each layer's first call of so many tokens, on the engine's
     activations, with float32 arithmetic, and reports the calc_diff."""
     # Not before the engine has begun: these import the package.
-    from scripts.common.float32_experts import in_float32
-    from scripts.common.metrics import calc_diff
+    from scripts.measuring.accuracy import calc_diff, in_float32
 
     seen = set()
 
