@@ -7,11 +7,15 @@ and is called once.
 """
 
 import functools
+import hashlib
 import math
+import mmap
 import os
 import re
+import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,32 +28,34 @@ from flashinfer_bench.bench.utils import compute_error_stats
 from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
+from moe_fp8.cache import PACKAGE
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from scripts.common.command_line import UsageError, note, steps
-from scripts.common.definitions import DEFAULT
 from scripts.data.dataset import Inputs, definition_of, named
 from scripts.data.results import EMULATED, PASSED, TIMING
 from scripts.measure import emulated
-from scripts.measure.times import fresh, metrics, refuse_changed, run_reference, run_solution
+from scripts.measure.times import bits, metrics, refuse_changed, run_reference, run_solution
 from scripts.measure.timing import FAILURES
 
 MODEL = "wall clock of the reference model on the CPU, no GPU kernel ran"
 BESIDE_WEIGHTS = 3 * 2**30
 """Bytes that the libraries take and that a solution allocates."""
+LARGE = 2**20
+"""Bytes from which on an input is shared, not copied."""
 
 
 def memory_needed(definition: Definition) -> int:
-    """Return the bytes of the weights, of a solution's or the reference's copies of them, and of
-    the rest. The first definition's reference makes float32 copies of all weights. The others'
-    references copy one expert's at a time."""
+    """Return the bytes of the weights, of the largest weight again, which `share` moves, and of the
+    rest. Nothing copies all weights."""
     constant = definition.const_axes
-    weights = sum(
+    weights = [
         math.prod(constant[axis] for axis in spec.shape)
         * dtype_str_to_torch_dtype(spec.dtype).itemsize
         for spec in definition.inputs.values()
         if spec.shape and set(spec.shape) <= constant.keys()
-    )
-    return weights * (5 if definition.name == DEFAULT.name else 2) + BESIDE_WEIGHTS
+    ]
+    return sum(weights) + max(weights) + BESIDE_WEIGHTS
 
 
 def available_memory() -> float:
@@ -57,6 +63,182 @@ def available_memory() -> float:
     info = Path("/proc/meminfo")
     match = re.search(r"^MemAvailable: +(\d+) kB", info.read_text() if info.exists() else "", re.M)
     return 1024 * int(match[1]) if match else math.inf
+
+
+# --- inputs in shared memory ----------------------------------------------------------------------
+
+_files: Any = WeakTensorKeyDictionary()
+"""The file in memory that each shared tensor shows."""
+
+
+def share(inputs: Sequence[Any]) -> None:
+    """Move the large tensors to files in memory, for `fresh`."""
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and x.nbytes >= LARGE and x not in _files:
+            file = os.memfd_create("input")
+            os.truncate(file, x.nbytes)
+            shared = _shown(file, x.dtype, x.shape, mmap.MAP_SHARED)
+            x.set_(shared.copy_(x))  # type: ignore[call-overload]  # frees the old memory
+            _files[x] = file
+            weakref.finalize(x, os.close, file)
+
+
+def _shown(file: int, dtype: torch.dtype, shape: Sequence[int], flags: int) -> torch.Tensor:
+    """Return a tensor that shows a file. With MAP_PRIVATE the first write to a page copies it."""
+    memory = mmap.mmap(file, 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def fresh(inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs with their tensors copied. A shared tensor's pages are copied when the
+    solution writes to them."""
+    return [
+        x
+        if not isinstance(x, torch.Tensor)
+        else _shown(_files[x], x.dtype, x.shape, mmap.MAP_PRIVATE)
+        if x in _files
+        else x.clone()
+        for x in inputs
+    ]
+
+
+def written(tensor: torch.Tensor) -> bool:
+    """True if Linux has copied a page of a tensor of `fresh`."""
+    first, inside = tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if place := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
+            inside = first <= int(place[1], 16) < first + tensor.nbytes
+        elif inside and line.startswith("Anonymous:") and line.split()[1] != "0":
+            return True
+    return False
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+class ByExpert:
+    """The weights of all experts for a definition's reference. Its steps run on one expert's
+    weights when the reference reads them, or float32 copies of all would take four times the
+    memory and the time."""
+
+    def __init__(self, experts: torch.Tensor, shape: Sequence[int] = (), steps: Any = None):
+        self.experts, self.shape = experts, tuple(shape or experts.shape)
+        self.steps: list[Callable[[torch.Tensor, int], torch.Tensor]] = steps or []
+
+    def to(self, dtype: torch.dtype) -> "ByExpert":
+        return ByExpert(self.experts, self.shape, [*self.steps, lambda x, _: x.to(dtype)])
+
+    def view(self, *shape: int) -> "ByExpert":
+        if shape[0] != len(self.experts):
+            raise TypeError("a view across experts")
+        same = ByExpert(self.experts, shape)
+        same.steps = self.steps  # a write to the view changes the tensor
+        return same
+
+    def mul_(self, factor: torch.Tensor) -> "ByExpert":
+        shape, own = self.shape, self.shape[1:]
+        if not self.steps or factor.shape[0] != shape[0] or factor.dim() != len(shape):
+            raise TypeError("a product across experts")
+        self.steps.append(lambda x, e: x.view(own).mul_(factor[e]))
+        return self
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        x = self.experts[expert]
+        for step in self.steps:
+            x = step(x, expert)
+        return x.view(self.shape[1:])
+
+
+def reference_of(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.Tensor, float]:
+    """Return the output of the definition's reference, and its seconds; see `run_reference`."""
+    lazy = [
+        ByExpert(x) if isinstance(x, torch.Tensor) and x in _files and x.dim() == 3 else x
+        for x in inputs
+    ]
+    if any(isinstance(x, ByExpert) for x in lazy):
+        try:
+            return run_reference(definition, lazy)
+        except RuntimeError:  # the reference does more with the weights
+            pass
+    return run_reference(definition, inputs)
+
+
+# --- the reference models -------------------------------------------------------------------------
+
+
+class Products:
+    """The products of the reference models of one workload. Solutions with one reference model
+    compute a product of equal operands once."""
+
+    def __init__(self, inputs: Sequence[Any]):
+        self.inputs = inputs
+        self.known: dict[bytes, tuple[torch.Tensor, float]] = {}
+        self.saved = 0.0
+        """Seconds of the products that were known."""
+
+    def use(self, runnable: Any, mine: Sequence[Any]) -> None:
+        """Make a built solution's reference model look for its products here."""
+        package = package_of(runnable)
+        if package is None or (reference := sys.modules.get(f"{package}.reference")) is None:
+            return
+        model: Any = reference
+        source = Path(model.__file__).read_bytes()
+        if not hasattr(model, "plain_grouped_gemm"):
+            model.plain_grouped_gemm = model.grouped_gemm
+        weights = {
+            x.data_ptr(): str(i).encode()
+            for i, (x, original) in enumerate(zip(mine, self.inputs, strict=True))
+            if isinstance(x, torch.Tensor) and original in _files
+        }
+        model.grouped_gemm = functools.partial(
+            self._grouped_gemm, model.plain_grouped_gemm, source, weights
+        )
+
+    def _grouped_gemm(
+        self,
+        plain: Callable[..., None],
+        source: bytes,
+        weights: dict[int, bytes],
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        b: torch.Tensor,
+        b_scale: torch.Tensor,
+        out: torch.Tensor,
+        expert_rows: torch.Tensor,
+    ) -> None:
+        """Compute `reference.grouped_gemm`, expert by expert."""
+        name = weights.get(b.data_ptr())
+        if name is None:
+            return plain(a, a_scale, b, b_scale, out, expert_rows)
+        for expert, (first, end) in enumerate(expert_rows.t().tolist()):
+            if end <= first:
+                continue
+            rows, this = slice(first, end), slice(expert, expert + 1)
+            operands = [a[rows], a_scale[:, rows], b[this], b_scale[this]]
+            text = repr((name, expert, b.shape, b.stride(), [(x.dtype, x.shape) for x in operands]))
+            digest = hashlib.sha256(source + text.encode())
+            for x in (*operands[:2], operands[3]):
+                digest.update(memoryview(bits(x).numpy()))
+            key = digest.digest()
+            if key not in self.known:
+                start = time.perf_counter()
+                product = a_scale.new_empty((end - first, b.shape[1]))
+                plain(*operands, product, torch.tensor([[0], [end - first]]))
+                self.known[key] = product, time.perf_counter() - start
+            else:
+                self.saved += self.known[key][1]
+            out[rows] = self.known[key][0]
+
+
+def package_of(runnable: Any) -> str | None:
+    """Return the name of a built solution's own `moe_fp8`. Its entry file loads the package under a
+    name with a digest."""
+    bundle = re.escape(str(runnable.metadata.misc.get("module_name")).rpartition(".")[0])
+    names = (m for m in sys.modules if re.fullmatch(rf"{bundle}\.{PACKAGE}_[0-9a-f]+", m))
+    return next(names, None)
+
+
+# --- the evaluation -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,6 +250,7 @@ class Case:
     expected: torch.Tensor
     reference_ms: float
     seed: int
+    products: Products
 
 
 def evaluate(
@@ -84,11 +267,18 @@ def evaluate(
     except (BuildError, SystemExit):
         return {"status": "COMPILE_ERROR", "log": traceback.format_exc()}, None
     mine = fresh(case.inputs)
+    case.products.use(runnable, mine)
     try:
-        start = time.perf_counter()
+        start, case.products.saved = time.perf_counter(), 0.0
         output = call(runnable, mine, "cpu")
-        ms = 1e3 * (time.perf_counter() - start)
-        refuse_changed(case.definition, mine, case.inputs)
+        ms = 1e3 * (time.perf_counter() - start + case.products.saved)
+        originals = [
+            None
+            if isinstance(x, torch.Tensor) and original in _files and not written(x)
+            else original
+            for x, original in zip(mine, case.inputs, strict=True)
+        ]
+        refuse_changed(case.definition, mine, originals)
     except FAILURES:
         return {"status": "RUNTIME_ERROR", "log": traceback.format_exc()}, None
     return judge(case, config, output, ms), output
@@ -167,13 +357,14 @@ def evaluations(
     definition = inputs_of.definition
     try:
         inputs = inputs_of.of(trace.workload)
-        expected, seconds = run_reference(definition, inputs)
+        share(inputs)
+        expected, seconds = reference_of(definition, inputs)
     except (UsageError, RuntimeError) as error:  # the other workloads go on
         note(str(error))
         for s in solutions:
             yield s, {"status": "RUNTIME_ERROR", "log": str(error)}, {}
         return
-    case = Case(definition, inputs, expected, 1e3 * seconds, inputs_of.seed)
+    case = Case(definition, inputs, expected, 1e3 * seconds, inputs_of.seed, Products(inputs))
     passed: list[Solution] = []
     models: dict[str, Any] = {}
     for s in solutions:
