@@ -11,8 +11,10 @@ reference models of the next workloads. Nothing is computed twice: the workloads
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -39,7 +41,7 @@ from flashinfer_bench.bench.utils import compute_error_stats
 from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
-from moe_fp8.cache import CACHE_VARIABLE, PACKAGE
+from moe_fp8.cache import CACHE_VARIABLE, PACKAGE, import_closure
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scripts.common.command_line import UsageError, note, steps
@@ -94,14 +96,18 @@ _files: Any = WeakTensorKeyDictionary()
 
 
 def share(inputs: Sequence[Any]) -> None:
-    """Move the large tensors to files in memory, for `fresh`."""
-    for x in inputs:
+    """Move the large tensors to files in memory, for `fresh`; only Linux has such files."""
+    for x in inputs if hasattr(os, "memfd_create") else ():
         if isinstance(x, torch.Tensor) and x.nbytes >= LARGE and x not in _files:
             file = os.memfd_create("input")
             os.truncate(file, x.nbytes)
             shared = _shown(file, x.dtype, x.shape, mmap.MAP_SHARED)
             x.set_(shared.copy_(x))  # type: ignore[call-overload]  # frees the old memory
             _remember(x, file)
+
+
+def is_shared(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x in _files
 
 
 def _remember(x: torch.Tensor, file: int) -> None:
@@ -119,11 +125,11 @@ def fresh(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs with their tensors copied. A shared tensor's pages are copied when the
     solution writes to them."""
     return [
-        x
-        if not isinstance(x, torch.Tensor)
-        else _shown(_files[x], x.dtype, x.shape, mmap.MAP_PRIVATE)
-        if x in _files
+        _shown(_files[x], x.dtype, x.shape, mmap.MAP_PRIVATE)
+        if is_shared(x)
         else x.clone()
+        if isinstance(x, torch.Tensor)
+        else x
         for x in inputs
     ]
 
@@ -146,7 +152,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return None
-        path = f"/proc/{os.getpid()}/fd/{_files[x]}" if x in _files else ""
+        path = f"/proc/{os.getpid()}/fd/{_files[x]}" if is_shared(x) else ""
         return path or bits(x).numpy().tobytes(), x.dtype, x.shape
 
 
@@ -165,13 +171,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ByExpert:
-    """The weights of all experts for a definition's reference. Its steps run on one expert's
-    weights when the reference reads them, or float32 copies of all would take four times the
-    memory and the time."""
+    """The weights of all experts for a definition's reference. The reference's steps run when it
+    reads an expert, on this expert: float32 copies of all take four times the memory and time."""
 
-    def __init__(self, experts: torch.Tensor, shape: Sequence[int] = (), steps: Any = None):
-        self.experts, self.shape = experts, tuple(shape or experts.shape)
-        self.steps: list[Callable[[torch.Tensor, int], torch.Tensor]] = steps or []
+    def __init__(self, experts: torch.Tensor, shape: Sequence[int], steps: list[Callable]):
+        self.experts, self.shape, self.steps = experts, tuple(shape), steps
 
     def to(self, dtype: torch.dtype) -> "ByExpert":
         return ByExpert(self.experts, self.shape, [*self.steps, lambda x, _: x.to(dtype)])
@@ -179,39 +183,30 @@ class ByExpert:
     def view(self, *shape: int) -> "ByExpert":
         if shape[0] != len(self.experts):
             raise TypeError("a view across experts")
-        same = ByExpert(self.experts, shape)
-        same.steps = self.steps  # a write to the view changes the tensor
-        return same
+        return ByExpert(self.experts, shape, self.steps)  # a write to it changes the tensor
 
     def mul_(self, factor: torch.Tensor) -> "ByExpert":
-        shape, own = self.shape, self.shape[1:]
-        if not self.steps or factor.shape[0] != shape[0] or factor.dim() != len(shape):
-            raise TypeError("a product across experts")
-        self.steps.append(lambda x, e: x.view(own).mul_(factor[e]))
+        shape = self.shape
+        if not self.steps or factor.shape[:1] != shape[:1] or factor.dim() != len(shape):
+            raise TypeError("a product across experts, or of the inputs")
+        self.steps.append(lambda x, expert: x.view(shape[1:]).mul_(factor[expert]))
         return self
 
     def __getitem__(self, which: int | slice) -> torch.Tensor:
-        if isinstance(which, slice):
-            if self.steps:
-                raise TypeError("a slice of experts after a step")
-            return self.experts[which]
+        if self.steps and isinstance(which, slice):
+            raise TypeError("a slice of experts after a step")
         x = self.experts[which]
         for step in self.steps:
             x = step(x, which)
-        return x.view(self.shape[1:])
+        return x if isinstance(which, slice) else x.view(self.shape[1:])
 
 
 def reference_of(definition: Definition, inputs: Sequence[Any]) -> tuple[torch.Tensor, float]:
     """Return the output of the definition's reference, and its seconds; see `run_reference`."""
-    lazy = [
-        ByExpert(x) if isinstance(x, torch.Tensor) and x in _files and x.dim() == 3 else x
-        for x in inputs
-    ]
+    lazy = [ByExpert(x, x.shape, []) if is_shared(x) and x.dim() == 3 else x for x in inputs]
     if any(isinstance(x, ByExpert) for x in lazy):
-        try:
+        with contextlib.suppress(RuntimeError):  # the reference does more with the weights
             return run_reference(definition, lazy)
-        except RuntimeError:  # the reference does more with the weights
-            pass
     return run_reference(definition, inputs)
 
 
@@ -231,17 +226,17 @@ class Products:
     def use(self, runnable: Any, mine: Sequence[Any]) -> None:
         """Make a built solution's reference model look for its products here."""
         self.saved = 0.0
-        package = package_of(runnable)
-        if package is None or (reference := sys.modules.get(f"{package}.reference")) is None:
+        model: Any = sys.modules.get(f"{package_of(runnable)}.reference")
+        if model is None:
             return
-        model: Any = reference
-        source = Path(model.__file__).read_bytes()
+        path = Path(model.__file__)
+        source = b"".join(each.read_bytes() for each in import_closure(path, path.parent))
         if not hasattr(model, "plain_grouped_gemm"):
             model.plain_grouped_gemm = model.grouped_gemm
         weights = {
             x.data_ptr(): str(i).encode()
             for i, (x, original) in enumerate(zip(mine, self.inputs, strict=True))
-            if isinstance(x, torch.Tensor) and original in _files
+            if is_shared(original)
         }
         model.grouped_gemm = functools.partial(
             self._grouped_gemm, model.plain_grouped_gemm, source, weights
@@ -320,18 +315,14 @@ def evaluate(
     except (BuildError, SystemExit):
         return {"status": "COMPILE_ERROR", "log": traceback.format_exc()}, None
     mine = fresh(case.inputs)
-    products = products or Products(case.inputs)
-    products.use(runnable, mine)
+    if products:
+        products.use(runnable, mine)
     try:
         start = time.perf_counter()
         output = call(runnable, mine, "cpu")
-        ms = 1e3 * (time.perf_counter() - start + products.saved)
+        ms = 1e3 * (time.perf_counter() - start + (products.saved if products else 0.0))
         originals = [
-            None
-            if original in _files and not written(x)
-            else original
-            if isinstance(x, torch.Tensor)
-            else x
+            None if is_shared(original) and not written(x) else original
             for x, original in zip(mine, case.inputs, strict=True)
         ]
         refuse_changed(case.definition, mine, originals)
@@ -478,7 +469,10 @@ def evaluate_kernels(
 
 
 def _evaluate_pickled(data: bytes) -> dict[str, Any]:
-    return evaluate_kernels(*_Unpickler(io.BytesIO(data)).load())
+    fields = evaluate_kernels(*_Unpickler(io.BytesIO(data)).load())
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # an emulation leaves hundreds of MB to the allocator
+    return fields
 
 
 class Kernels(contextlib.ExitStack):

@@ -35,6 +35,7 @@ from scripts.measure.times import run_reference
 from scripts.measuring import emulate
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+SOURCE = "from . import call"
 SHAPE = dict(hidden_size=256, intermediate_size=128)
 
 
@@ -150,15 +151,17 @@ def test_reference_models_share_products_of_equal_operands(monkeypatch, tmp_path
     monkeypatch.setattr(emulate, "LARGE", 2**17)
     definition, inputs = layer()
     emulate.share(inputs)
-    source = Path(reference.__file__).read_text()
+    source = "BLOCK = 128"
     products, calls = emulate.Products(inputs), []
 
     def gemm1(
         name: str, content: str, mine: list[Any], rows: torch.Tensor, b: Any = None
     ) -> torch.Tensor:
         """Return GEMM1 of three rows of experts 1 and 4, as the model of a bundle computes it."""
-        path = tmp_path / f"{name}.py"
-        path.write_text(content)
+        path = tmp_path / name / "reference.py"
+        path.parent.mkdir()
+        for file, text in {"__init__.py": "", "call.py": content, path.name: SOURCE}.items():
+            (path.parent / file).write_text(text)
         model: Any = types.ModuleType(f"{name}.moe_fp8_0a.reference")
         model.__file__ = str(path)
 
