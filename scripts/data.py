@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     import torch
 
 
-
 # --- logits, drawn from a small model -------------------------------------------------------------
 
 

@@ -273,8 +273,8 @@ def write_tree(
         folder = Path(directory) / output.name
         for name, content in files.items():
             write_file(folder / name, content)
-        for path in folder.glob("solutions/**/*.json"):
-            sources.validate(path.read_bytes())
+        for solution in folder.glob("solutions/**/*.json"):
+            sources.validate(solution.read_bytes())
         folder.replace(output)
     return [output / name for name in files]
 

@@ -81,7 +81,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"no results in {', '.join(map(str, args.paths or traces))}")
     print(pages.print_rankings(ranked, args.markdown))
     if args.json:
-        program.write_file(args.json, json.dumps([rankings.to_json(r) for r in ranked], indent=1) + "\n")
+        program.write_file(
+            args.json, json.dumps([rankings.to_json(r) for r in ranked], indent=1) + "\n"
+        )
     return EXIT_FAILED if any(r.failed for r in ranked) else EXIT_OK
 
 

@@ -1,8 +1,11 @@
 """The tensor cores of sm_90 and sm_100 on small operands: groups, registers in flight, swizzles."""
 
+import subprocess
+
 import pytest
 import torch
 from ptx import WAIT, address, kernel, run
+from ptxemu import build
 from test_tma import swizzled
 
 TOP = """
@@ -211,3 +214,25 @@ ALLOCATED:
     )
     assert hazards == set()
     assert torch.equal(out, wanted)
+
+
+NUMERICS = """
+#include "numerics.h"
+
+int main() {
+  u8 bytes[256];
+  float out[256];
+  for (int i = 0; i < 256; i++) bytes[i] = i;
+  for (int i = 0; i < 256; i += 16) e4m3_to_float(bytes + i, out + i);
+  return memcmp(out, g_e4m3, sizeof out) != 0;
+}
+"""
+
+
+def test_all_e4m3_numbers_become_the_float_of_the_table(tmp_path) -> None:
+    source, program = tmp_path / "numerics.cpp", tmp_path / "numerics"
+    source.write_text(NUMERICS)
+    flags = [flag for flag in build.FLAGS if flag not in ("-shared", "-Wall")]
+    command = [build._compiler(), *flags, f"-I{build.SOURCES}", "-o", str(program), str(source)]
+    subprocess.run(command, check=True)
+    assert subprocess.run([program]).returncode == 0

@@ -149,7 +149,9 @@ def find_run(parent: Path, wanted: Path | None) -> Run:
     candidates = [wanted] if wanted else sorted(p.parent for p in parent.glob("*/run.json"))
     if not candidates or not (candidates[-1] / "run.json").is_file():
         raise UsageError(f"no run to resume in {wanted or parent}")
-    return Run(candidates[-1], environment.read_json(candidates[-1] / "run.json", environment.RunInfo))
+    return Run(
+        candidates[-1], environment.read_json(candidates[-1] / "run.json", environment.RunInfo)
+    )
 
 
 # --- a run ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 Benchmark, which needs a GPU, is stood in for, and the emulator where it is not what is tested."""
 
 import functools
-import importlib
 import json
 import logging
 import math
@@ -14,13 +13,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pandas as pd
 import pytest
@@ -28,23 +25,19 @@ import small
 import small_record
 import torch
 from flashinfer_bench.bench import BenchmarkConfig
-from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet, load_jsonl_file
-from programs import Done, call, gone
+from flashinfer_bench.data import Evaluation, Solution, Trace, TraceSet
+from programs import Done, call
 from safetensors.torch import save
 from small import solution
 
-from run import environment
-from scripts.common import command_line
-from scripts.common.command_line import ENDING
+from scripts.common import program, sources
 from scripts.common.definitions import MoeDefinition, find
-from scripts.common.project import DEFINITION, ROOT
-from scripts.data.traces import read_results
-from scripts.measure import cpu_bench, emulated
-from scripts.measuring import cases, harness, layers
+from scripts.common.program import DEFINITION, ENDING, ROOT
+from scripts.measuring import cases, emulate, harness, layers
 from scripts.measuring.clock import HARNESS_CLOCK
-from scripts.pack import availability, pack
 from scripts.publishing import pages as report
-from scripts.table import recorded
+from scripts.publishing import rankings
+from scripts.publishing.rows import read_results
 
 DIED = "worker died: out of memory"
 NO_COMPILER = "it needs a C++17 compiler"
@@ -151,22 +144,22 @@ def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cases, "hardware_from_device", lambda device: "GPU")
-    monkeypatch.setattr(cases, "this_machine", lambda gpu: availability.Machine(None, str))
+    monkeypatch.setattr(cases, "this_machine", lambda gpu: sources.Machine(None, str))
     monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(cases, "load_with_ours", made.load)
-    monkeypatch.setattr(cpu_bench, "memory_needed", lambda definition: 0)
-    monkeypatch.setattr(emulated, "why_not", lambda: NO_COMPILER)
+    monkeypatch.setattr(emulate, "memory_needed", lambda definition: 0)
+    monkeypatch.setattr(emulate, "why_not", lambda: NO_COMPILER)
     monkeypatch.setattr(harness, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
-    monkeypatch.setattr(recorded, "recorded_runs", lambda **_: [])
+    monkeypatch.setattr(rankings, "recorded_runs", lambda **_: [])
     return made
 
 
 @pytest.fixture
 def gpu(on_cpu, monkeypatch) -> Iterator[Bench]:
     """On a machine that seems to have an H200, in a program that both signals interrupt."""
-    before = [signal.signal(each, command_line.interrupt) for each in ENDING]
-    machine = availability.Machine((9, 0), availability.installed_version)
-    monkeypatch.setattr(command_line, "interrupted_by", signal.SIGINT)
+    before = [signal.signal(each, program.interrupt) for each in ENDING]
+    machine = sources.Machine((9, 0), sources.installed_version)
+    monkeypatch.setattr(program, "interrupted_by", signal.SIGINT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cases, "this_machine", lambda use_gpu: machine)
     monkeypatch.setattr(harness, "Benchmark", functools.partial(FakeBenchmark, on_cpu))
@@ -293,10 +286,10 @@ def test_ctrl_c_keeps_the_workload_under_way_and_resume_goes_on(gpu, number, sta
     assert gpu.info["solutions"].keys() == {"x", "fails"}
     (first,) = gpu.benchmarks
     assert first.calls == 2 and first.closed
-    assert first.spawned_with == [signal.SIG_IGN, command_line.interrupt], (
+    assert first.spawned_with == [signal.SIG_IGN, program.interrupt], (
         "the workers must not stop at Ctrl-C; SIGTERM is what ends them"
     )
-    assert {signal.getsignal(each) for each in ENDING} == {command_line.interrupt}
+    assert {signal.getsignal(each) for each in ENDING} == {program.interrupt}
 
     gpu.before_results = lambda call: None
     done = gpu("--resume", status=1)
@@ -461,7 +454,7 @@ def test_what_the_options_say_is_what_is_run(gpu, options: str, configuration: d
     stderr = gpu("--workloads", "1", *options.split()).stderr
     assert gpu.info["configuration"].items() >= configuration.items()
     (result,), (libs,), cpu = gpu.results(), gpu.libs(), "--cpu" in options
-    assert result.cpu == (libs["timing"] == cpu_bench.MODEL) == cpu
+    assert result.cpu == (libs["timing"] == emulate.MODEL) == cpu
     assert (gpu.benchmarks == []) == cpu
     assert ("as asked (--cpu): the solutions run as" in stderr) == cpu
     if options == OPTIONS:
@@ -542,7 +535,7 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
     for s in (solution("theirs"), solution("theirs_too"), solution("x", "raise SystemExit\n")):
         (root / "solutions" / f"{s.name}.json").write_text(s.model_dump_json())
     monkeypatch.setattr(cases, "load_with_ours", LOAD_WITH_OURS)
-    monkeypatch.setattr(pack, "write_packed", lambda **_: [])
+    monkeypatch.setattr(sources, "write_packed", lambda **_: [])
     monkeypatch.setattr(cases, "packed_solutions", lambda packed: gpu.ours)
     monkeypatch.setattr(harness, "load_tensors", lambda *_: None)
 
@@ -676,7 +669,7 @@ def test_a_reference_that_exits_or_fails_is_said_of_every_result(on_cpu, referen
 
 def test_the_speedup_is_the_references_time_over_the_solutions(on_cpu, monkeypatch) -> None:
     clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(cpu_bench.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(emulate.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr("builtins.CLOCK", clock, raising=False)
     on_cpu.reference = small.REFERENCE.replace("return", "CLOCK.now += 0.25\n    return")
     on_cpu.reference += "\nCLOCK.now += 8.0  # to build it takes long, and does not count\n"
@@ -719,27 +712,27 @@ def test_an_interrupted_workload_keeps_what_it_has(on_cpu) -> None:
 
 @pytest.mark.parametrize(
     ("name", "least", "most"),
-    [  # GB: peaks of runs of 16 tokens; of the third, which no machine could run, two copies
-        (DEFINITION, 7.4, 11),
+    [  # GB: peaks of runs of 16 tokens; of the third, which no machine could run, the weights
+        (DEFINITION, 3.6, 7),
         ("kimi_k2", 4.7, 8),
-        ("kimi_k2_e384", 33.9, 40),
+        ("kimi_k2_e384", 28.2, 40),
         ("qwen3_30b", 1.6, 5),
     ],
 )
 def test_the_memory_asked_for_is_what_the_definition_needs(name, least, most) -> None:
     trace_set, _ = cases.load(ROOT, find(name))
-    assert least < cpu_bench.memory_needed(cases.definition_of(trace_set)) / 1e9 < most
+    assert least < emulate.memory_needed(cases.definition_of(trace_set)) / 1e9 < most
 
 
 def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert total / 1000 < cpu_bench.available_memory() < total
-    monkeypatch.setattr(cpu_bench, "memory_needed", lambda definition: 10 * 2**30)
-    monkeypatch.setattr(cpu_bench, "available_memory", lambda: 2**30)
+    assert total / 1000 < emulate.available_memory() < total
+    monkeypatch.setattr(emulate, "memory_needed", lambda definition: 10 * 2**30)
+    monkeypatch.setattr(emulate, "available_memory", lambda: 2**30)
     stderr = on_cpu(status=2).stderr
     assert "needs about 10 GiB of memory and 1.0 GiB are available" in stderr
     assert on_cpu.results() == []
-    monkeypatch.setattr(cpu_bench, "available_memory", lambda: math.inf)
+    monkeypatch.setattr(emulate, "available_memory", lambda: math.inf)
     on_cpu("--resume")
 
 
@@ -748,19 +741,22 @@ def test_too_little_memory_is_said_before_anything_runs(on_cpu, monkeypatch) -> 
 
 @pytest.fixture
 def by_kernels(on_cpu, monkeypatch) -> Bench:
-    """Runs with a stand-in for the emulator: `asked` holds the target and the solutions of every
-    call, the solution `wrong` fails, and the results come in reverse order."""
+    """Runs with a stand-in for the emulator: `asked` holds the target and the solution of every
+    evaluation, and the solution `wrong` fails."""
 
-    def evaluations(emulation, solutions, models, evaluate):
-        assert models.keys() >= {s.name for s in solutions}
-        on_cpu.asked.append((emulation.target, [s.name for s in solutions]))
-        for s in reversed(solutions):
-            fields, _ = evaluate(s)
+    class Kernels(emulate.Kernels):
+        def _start(self) -> None: ...
+
+        def submit(self, case, config, s, model) -> Future:
+            on_cpu.asked.append((self.emulation.target, s.name))
+            fields, _ = emulate.evaluate(case, config, s)
             wrong = {"status": "RUNTIME_ERROR", "log": "EmulationError: hazards reported: x"}
-            yield s, wrong if s.name == "wrong" else fields | {"performance": {}}
+            future: Future = Future()
+            future.set_result(wrong if s.name == "wrong" else fields | {"performance": {}})
+            return future
 
-    monkeypatch.setattr(emulated, "evaluations", evaluations)
-    monkeypatch.setattr(emulated, "why_not", lambda: "")
+    monkeypatch.setattr(emulate, "Kernels", Kernels)
+    monkeypatch.setattr(emulate, "why_not", lambda: "")
     on_cpu.ours = [solution("a"), solution("b")]
     on_cpu.set_lengths(7, 9)
     return on_cpu
@@ -774,7 +770,7 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     """The code of others needs a GPU."""
     by_kernels.ours += [solution("wrong"), solution("off", OFF.replace("[:1]", ""))]
     done = by_kernels("--run-foreign", status=1)
-    assert by_kernels.asked == [("sm_90a", ["a", "b", "wrong"])]
+    assert by_kernels.asked == [("sm_90a", name) for name in ("a", "b", "wrong")]
     assert "up to T=7 also by the kernels for sm_90a" in done.stderr
     assert "the kernels for sm_90a, emulated:" in done.stderr
     first, larger = by_kernels.results()[:4], by_kernels.results()[4:]
@@ -784,14 +780,14 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     assert found["off"] == ("INCORRECT_NUMERICAL", "", True)
     assert not any(r.emulated for r in larger) and len(larger) == 4
     assert by_kernels.libs()[0]["timing"] == "kernels, sm_90a, emulated"
-    assert {r.timing for r in larger} == {cpu_bench.MODEL} and first[0].cpu
+    assert {r.timing for r in larger} == {emulate.MODEL} and first[0].cpu
 
 
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
-        ("--emulate sm_100a --workloads 9", [("sm_100a", ["a", "b"])]),
-        ("--max-tokens 100", [("sm_90a", ["a", "b"])] * 2),
+        ("--emulate sm_100a --workloads 9", [("sm_100a", "a"), ("sm_100a", "b")]),
+        ("--max-tokens 100", [("sm_90a", "a"), ("sm_90a", "b")] * 2),
         ("--emulate none", []),
     ],
 )
@@ -801,7 +797,7 @@ def test_the_options_choose_what_is_emulated(by_kernels, monkeypatch, options, a
     by_kernels(*options.split())
     assert by_kernels.asked == asked
     shutil.rmtree(by_kernels.place)
-    monkeypatch.setattr(emulated, "why_not", lambda: NO_COMPILER)
+    monkeypatch.setattr(emulate, "why_not", lambda: NO_COMPILER)
     stderr = by_kernels(*options.split()).stderr
     assert by_kernels.asked == asked
     assert (f"no kernel is emulated: {NO_COMPILER}\n" in stderr) == bool(asked)
@@ -811,22 +807,25 @@ def test_resume_makes_up_the_kernels_that_have_not_run(by_kernels, monkeypatch) 
     """Solutions lack an emulated result after an interrupt, without a compiler, or if fewer tokens
     were asked for. No result of the model takes its place."""
 
-    def the_first_alone(*arguments):
-        yield next(all_of_them(*arguments))
-        raise KeyboardInterrupt
+    def the_first_alone(self, case, config, s, model) -> Future:
+        if s.name == "a":
+            return every(self, case, config, s, model)
+        future: Future = Future()
+        future.set_exception(KeyboardInterrupt())
+        return future
 
-    all_of_them = emulated.evaluations
+    every = emulate.Kernels.submit
     with monkeypatch.context() as here:
-        here.setattr(emulated, "evaluations", the_first_alone)
+        here.setattr(emulate.Kernels, "submit", the_first_alone)
         by_kernels(status=130)
-    assert targets(by_kernels) == [("b7", "sm_90a")]
+    assert targets(by_kernels) == [("a7", "sm_90a")]
     with monkeypatch.context() as here:
-        here.setattr(emulated, "why_not", lambda: NO_COMPILER)
+        here.setattr(emulate, "why_not", lambda: NO_COMPILER)
         by_kernels("--resume")
-    assert targets(by_kernels)[1:] == [("a7", ""), ("a9", ""), ("b9", "")]
+    assert targets(by_kernels)[1:] == [("b7", ""), ("a9", ""), ("b9", "")]
     for _ in range(2):  # the second time nothing is left
         by_kernels("--resume")
-        assert targets(by_kernels)[4:] == [("a7", "sm_90a")]
+        assert targets(by_kernels)[4:] == [("b7", "sm_90a")]
     by_kernels("--resume", "--workloads", "9")
     assert targets(by_kernels)[5:] == [("a9", "sm_90a"), ("b9", "sm_90a")]
 
@@ -834,229 +833,21 @@ def test_resume_makes_up_the_kernels_that_have_not_run(by_kernels, monkeypatch) 
 def test_resume_makes_up_the_kernels_of_a_run_that_ended_among_its_models(
     by_kernels, monkeypatch
 ) -> None:
-    real = cpu_bench.evaluate
+    real = emulate.evaluate
 
-    def evaluate(case, config, solution, *call):
+    def evaluate(case, config, solution, *call, **products):
         if solution.name == "b":
             raise KeyboardInterrupt
-        return real(case, config, solution, *call)
+        return real(case, config, solution, *call, **products)
 
     with monkeypatch.context() as here:
-        here.setattr(cpu_bench, "evaluate", evaluate)
+        here.setattr(emulate, "evaluate", evaluate)
         by_kernels(status=130)
     assert targets(by_kernels) == []
     with monkeypatch.context() as here:
-        here.setattr(emulated, "why_not", lambda: NO_COMPILER)
+        here.setattr(emulate, "why_not", lambda: NO_COMPILER)
         by_kernels("--resume")
     models = [("a7", ""), ("b7", ""), ("a9", ""), ("b9", "")]
     assert targets(by_kernels) == models
     by_kernels("--resume")
     assert set(targets(by_kernels)) == {*models, ("a7", "sm_90a"), ("b7", "sm_90a")}
-
-
-def test_a_compiler_that_lacks_or_fails_is_a_reason(monkeypatch, tmp_path: Path) -> None:
-    from ptxemu import build
-
-    monkeypatch.setenv(build.DIRECTORY_VARIABLE, str(tmp_path))
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(build, "_processor", lambda: "another")
-    assert re.match("false cannot build the PTX emulator: .*", emulated.why_not())
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
-    assert "needs a C++17 compiler" in emulated.why_not()
-
-
-# --- the processes that emulate -------------------------------------------------------------------
-
-
-def evaluate(solution: Solution, call: Callable) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Evaluate like `cpu_bench.evaluate`; a solution's name tells how it ends."""
-    output = call(*"xyz")
-    if solution.name in ("passes", "differs"):
-        fields = {"status": "PASSED", "correctness": {"max_absolute_error": 0.25}}
-        return fields | {"performance": {"latency_ms": 3.0}}, output
-    for number in {"dies": [signal.SIGKILL], "is signalled": ENDING}.get(solution.name, ()):
-        os.kill(os.getpid(), number)
-    return {"status": "RUNTIME_ERROR", "log": f"went on in {os.getpid()}"}, None
-
-
-def evaluated(monkeypatch, *names: str) -> dict[str, dict[str, Any]]:
-    """Return the evaluations of these solutions, without the emulator itself."""
-    monkeypatch.setattr(emulated, "emulate", lambda target: None)
-    monkeypatch.setattr(emulated, "_run", lambda target, *_: torch.tensor([[2.0]]))
-    models = {name: torch.tensor([[3.0 if name == "differs" else 2.0]]) for name in names}
-    solutions = [solution(name) for name in names]
-    emulation = emulated.Emulation("sm_90a", 7)
-    found = emulated.evaluations(emulation, solutions, models, evaluate)
-    return {s.name: fields for s, fields in found}
-
-
-def test_the_fields_come_back_without_times(monkeypatch) -> None:
-    found = evaluated(monkeypatch, "passes", "fails", "differs", "is signalled")
-    correctness = {"max_absolute_error": 0.25}
-    assert found["passes"] == {"status": "PASSED", "correctness": correctness, "performance": {}}
-    assert found["differs"]["status"] == "RUNTIME_ERROR"
-    assert "not the reference model's" in found["differs"]["log"]
-    for name in ("fails", "is signalled"):  # what ends both is left to the one that waits
-        assert found[name].keys() == {"status", "log"}
-        text, pid = found[name]["log"].rsplit(maxsplit=1)
-        assert text == "went on in" and int(pid) != os.getpid()
-
-    fields = evaluated(monkeypatch, "dies")["dies"]  # and hangs nothing
-    assert fields["status"] == "RUNTIME_ERROR" and "terminated abruptly" in fields["log"]
-
-
-LASTING = """
-import os, signal, sys, time
-from pathlib import Path
-import small
-from scripts.common import command_line
-from scripts.measure import emulated
-
-def evaluate(solution, call):
-    Path(sys.argv[1], str(os.getpid())).touch()
-    time.sleep(900)
-
-def main():
-    solutions = [small.solution(str(i)) for i in range(4)]
-    emulation = emulated.Emulation("sm_90a", 7)
-    return len(list(emulated.evaluations(emulation, solutions, {}, evaluate)))
-
-assert "cutlass" not in sys.modules
-emulated.emulate = lambda target: None
-for each in command_line.ENDING:
-    signal.signal(each, command_line.interrupt)
-command_line.run_main(main)
-"""
-
-
-@pytest.mark.parametrize(("number", "status"), [*SIGNALS, (signal.SIGKILL, -9)])
-def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path: Path) -> None:
-    """They are forked from one without the DSL, before whose import the emulator must be in
-    place."""
-    paths = os.pathsep.join([environment()["PYTHONPATH"], str(Path(small.__file__).parent)])
-    command = [sys.executable, "-c", LASTING, str(tmp_path)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
-    while not (started := list(tmp_path.iterdir())) and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(600) == status
-    assert started and all(gone(int(path.name)) for path in tmp_path.iterdir())
-
-
-def test_a_token_that_is_not_the_models_is_named() -> None:
-    model = torch.arange(1.0, 33).view(4, 8).bfloat16()
-    output = model.clone()
-    output[0, 0] += 2**-7  # the last place
-    assert emulated.unlike(model, model) == emulated.unlike(output, model) == ""
-    output[2, :4] = 0
-    why = emulated.unlike(output, model)
-    assert why.startswith("the output is not the reference model's") and why.endswith("tokens 2")
-    output[1, 3] = torch.nan
-    why = emulated.unlike(output, model)
-    assert "calc_diff nan" in why and why.endswith("in tokens 1, 2")
-
-
-BUNDLE = {
-    "kernels.architectures": "def of_device(device): pass\n"
-    "def has_kernels(device): return False\n"
-    "def of_target(target): return f'of {target}'",
-    "layer": "from .kernels import architectures",
-}
-"""Modules of a built solution."""
-
-
-def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, tmp_path) -> None:
-    """The launches of an earlier call do not count."""
-    import ptxemu
-
-    for name, content in BUNDLE.items():
-        path = tmp_path / f"bundle/moe_fp8_0a/{name.replace('.', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    monkeypatch.syspath_prepend(tmp_path)
-    bundle: Any = types.SimpleNamespace(metadata=types.SimpleNamespace(misc={}))
-    bundle.metadata.misc["module_name"] = "bundle.main"
-    monkeypatch.setattr(ptxemu, "reports", ["of another call"])
-    monkeypatch.setattr(emulated, "run_solution", lambda *_: "output")
-    with mock.patch.dict(sys.modules):
-        _, layer = (importlib.import_module(f"bundle.moe_fp8_0a.{name}") for name in BUNDLE)
-        with pytest.raises(RuntimeError, match="no kernel was launched"):
-            emulated._run("sm_100a", bundle, [], "cpu")
-        launch = ptxemu.reports.append
-        monkeypatch.setattr(emulated, "run_solution", lambda *_: launch("a kernel") or "output")
-        assert emulated._run("sm_100a", bundle, [], "cpu") == "output"
-    assert layer.architectures.of_device("cpu") == "of sm_100a"
-    assert layer.architectures.has_kernels("cpu") is True
-
-
-# --- the kernels themselves, emulated ---------------------------------------------------------
-
-BREAKAGES = {
-    "the combine waits for nothing": ("combine.py", "wait_for_previous()", "pass", "global-race"),
-    "gate and up are exchanged": (
-        "epilogue.py",
-        "gate, up = (first, second)",
-        "up, gate = (first, second)",
-        "matched ratio 0",
-    ),
-}
-BROKEN = """
-import json, sys
-from flashinfer_bench.data import Solution
-from scripts.common.command_line import run_main
-from scripts.measuring import cases as plan
-from scripts import bench
-
-packed, breakages = plan.packed_solutions, json.loads(sys.argv.pop(1))
-
-def with_broken(paths):
-    found = packed(paths)
-    (fused,) = (s for s in found if s.name == "cutedsl_moe_fp8_fused_qwen3_next")
-    for name, (path, old, new, _) in breakages.items():
-        sources = [
-            s.model_copy(update={"content": s.content.replace(old, new)})
-            if s.path == f"moe_fp8/kernels/{path}" else s
-            for s in fused.sources
-        ]
-        assert sources != fused.sources, name
-        # A copy would keep the hash, by which a build is found again.
-        found.append(Solution(**{**dict(fused), "name": name, "sources": sources}))
-    return found
-
-plan.packed_solutions = with_broken
-run_main(bench.main)
-"""
-QWEN = find("qwen3_next")
-"""The least weights of all."""
-
-
-@pytest.mark.all
-def test_the_kernels_pass_and_what_is_broken_in_one_is_found(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
-    hifi = f"cutedsl_moe_fp8_fused_hifi_{QWEN.short}"
-    arguments = ["--cpu", "--definition", QWEN.short, "--workloads", "T=1", "--no-report"]
-    arguments += ["--traces", str(tmp_path / "t"), "--solutions", hifi]
-    command = [sys.executable, "-c", BROKEN, json.dumps(BREAKAGES), *arguments, *BREAKAGES]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "reference model on the CPU" in done.stderr and "not run: 7 workloads" in done.stderr
-    assert re.search(rf"{hifi} +1/1 ", done.stdout)
-
-    (made,) = (tmp_path / "t").iterdir()
-    found = {r.solution: r for r in read_results([made / "traces.jsonl"], QWEN.name).itertuples()}
-    assert found.keys() == {hifi, *BREAKAGES}
-    assert {(r.emulated, r.cpu) for r in found.values()} == {("sm_90a", True)}, "the model is right"
-    for name, (*_, reason) in BREAKAGES.items():
-        assert not found[name].passed and reason in found[name].reason, found[name].reason
-    right = found[hifi]
-    assert right.passed and right.cosine > 0.999 and right.matched_ratio > 0.85
-    (trace,) = (t for t in load_jsonl_file(Trace, made / "traces.jsonl") if t.solution == hifi)
-    assert trace.is_successful() and trace.evaluation.performance.latency_ms == 0, "no time"
-    info = json.loads((made / "run.json").read_text())
-    assert info["finished"] and info["solutions"][hifi] == right.hash
-
-    # Nothing is left to do for the same sources, and nothing is measured twice.
-    again = call("bench", *arguments, "--resume")
-    assert again.returncode == 1 and "0 workloads to run" in again.stderr
-    assert len(read_results([made / "traces.jsonl"], QWEN.name)) == len(found)

@@ -10,9 +10,8 @@ import pytest
 from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
-from scripts.common.command_line import UsageError
-from scripts.common.project import ROOT
-from scripts.pack import sources
+from scripts.common import sources
+from scripts.common.program import ROOT, UsageError
 from scripts.publishing import pages, rows, tables
 from scripts.publishing.rankings import Recorded, read
 from scripts.publishing.tables import Table

@@ -8,9 +8,8 @@ import pytest
 import torch
 from small import solution
 
-from scripts.common.command_line import UsageError
 from scripts.common.definitions import DEFAULT
-from scripts.common.project import DEFINITION, ROOT
+from scripts.common.program import DEFINITION, ROOT, UsageError
 from scripts.measuring import cases
 
 

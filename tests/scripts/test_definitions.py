@@ -13,10 +13,10 @@ from moe_fp8.ladder import v4_flat, v5_fused, v6_fused_hifi
 
 from scripts.common import definitions
 from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
-from scripts.common.metrics import calc_diff
 from scripts.common.program import ROOT, UsageError
-from scripts.data import dataset
-from scripts.table import recorded
+from scripts.measuring import cases
+from scripts.measuring.accuracy import calc_diff
+from scripts.publishing import rankings
 
 KINDS = list(
     {(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in reversed(MOE[1:])}.values()
@@ -266,15 +266,15 @@ def test_reference_leaves_its_inputs_and_takes_scalars_as_tensors(definition) ->
 
 def test_a_run_of_another_definition_is_read_as_that(tmp_path: Path) -> None:
     definition = MOE[1]
-    trace_set, _ = dataset.load(ROOT, definition)
+    trace_set, _ = cases.load(ROOT, definition)
     trace = json.loads(trace_set.workloads[definition.name][0].model_dump_json())
     environment = {"hardware": "GPU", "libs": {}}
     failed = {"status": "RUNTIME_ERROR", "log": "a", "timestamp": "2026"}
     trace |= {"solution": "x", "evaluation": failed | {"environment": environment}}
     (tmp_path / "traces.jsonl").write_text(json.dumps(trace) + "\n")
     with pytest.raises(UsageError, match="no results"):
-        recorded.read(tmp_path)
+        rankings.read(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"definition": definition.name}))
-    read = recorded.read(tmp_path)
+    read = rankings.read(tmp_path)
     assert len(read.main.results) and read.definition == definition.name
-    assert recorded.recorded_runs() and recorded.recorded_runs(definition=definition.name) == []
+    assert rankings.recorded_runs() and rankings.recorded_runs(definition=definition.name) == []

@@ -26,12 +26,12 @@ from one_token import arguments
 from programs import Done, call, packed_once
 from small_record import write as write_lines
 
+from scripts import bench
 from scripts.common import sources
 from scripts.common.program import DEFINITION, ROOT, UsageError, write_file
-from scripts.data.dataset import load
-from scripts.measure.bench import configuration
+from scripts.measuring.cases import load
+from scripts.measuring.harness import configuration
 from scripts.pack import Export, export_of, fastest, write_tree
-from scripts.programs import bench
 
 DATA_SET = load(ROOT)[0]
 LAYER, WORKLOADS = DATA_SET.definitions[DEFINITION], DATA_SET.workloads[DEFINITION]

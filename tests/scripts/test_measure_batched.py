@@ -9,10 +9,10 @@ from moe_fp8.call import BLOCK, MoeShape
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK, UsageError
-from scripts.data.rows import Writer
+from scripts.common.program import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.measuring import batched
 from scripts.measuring.accuracy import calc_diff
+from scripts.publishing.rows import Writer
 
 BYTES = 1 + 4 / BLOCK**2
 """Bytes of a weight, with its share of a scale."""

@@ -18,9 +18,7 @@ from moe_fp8.call import DEEPSEEK_V3
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.ladder import v3_clustered, v4_flat
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_OK
-from scripts.common.project import ROOT
-from scripts.data import rows
+from scripts.common.program import EXIT_FAILED, EXIT_OK, ROOT
 from scripts.measuring import clock, gemm
 from scripts.measuring.cases import Histogram, histograms
 from scripts.measuring.clock import Timed
@@ -40,7 +38,7 @@ from scripts.measuring.gemm import (
     run_problem,
     weights,
 )
-from scripts.table import pivots
+from scripts.publishing import rows, tables
 
 CPU = torch.device("cpu")
 
@@ -165,23 +163,23 @@ def written(*ratios: tuple[float | None, float, int | None], peer_us: float = 10
 
 def test_the_ratios_to_the_best_peer() -> None:
     few, many = [(r, 64, None) for r in (0.8, 1.2, 1.1)], [(0.9, 128, None), (2.0, 128, None)]
-    f = pivots.gemm_frame(written(*few, *many, (None, 64, None)), "gemm_quick")
-    assert pivots.ratios_table(f).frame.to_numpy().tolist() == [
+    f = tables.gemm_frame(written(*few, *many, (None, 64, None)), "gemm_quick")
+    assert tables.ratios_table(f).frame.to_numpy().tolist() == [
         ["ours default", "all", "5", "1.100x", "0.800x", "2"],
         ["ours default", "64 rows", "3", "1.100x", "0.800x", "1"],
         ["ours default", "128 rows", "2", "1.450x", "0.900x", "1"],
     ]
-    of_workload = pivots.gemm_frame(written((1.0, 64, 7)), "gemm_quick")
-    equal = pivots.ratios_table(of_workload).frame
+    of_workload = tables.gemm_frame(written((1.0, 64, 7)), "gemm_quick")
+    equal = tables.ratios_table(of_workload).frame
     assert equal["of"].tolist() == ["all", "256x256"] and equal["below 1.0"][0] == "0"
 
 
 def test_the_table_has_the_rates_of_ours() -> None:
-    f = pivots.gemm_frame(written((2.0, 128, 7), (0.5, 64, 9)), "gemm_quick")
+    f = tables.gemm_frame(written((2.0, 128, 7), (0.5, 64, 9)), "gemm_quick")
     problem = Problem((128,) * 8, 256, 256, 7)
     assert f.tflops[0] == pytest.approx(problem.flops / 5e-6 / 1e12)
     assert f.gbytes[0] == pytest.approx(problem.bytes / 5e-6 / 1e9) and f.percent[0] == 40.0
-    table = pivots.gemm_table(f).frame
+    table = tables.gemm_table(f).frame
     shown = table.iloc[0]
     assert (shown["T"], shown["ours default"], shown["a peer"]) == ("7", "5.0*", "10.0")
     assert (shown["best peer / ours"], shown["experts"]) == ("2.00x", "8")
@@ -231,7 +229,7 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
     assert all(r["read"] == r["roofline"] == pytest.approx(14.0) for r in found[:-1])
     assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
-    (mine, *_), ratio = found, pivots.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
+    (mine, *_), ratio = found, tables.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
     assert ratio == pytest.approx(1.1) and "hash" not in mine
     slow = FLOORS | {"fp8_flops_per_s": 1e9}
     run_problem(into, problem, variants[:1], slow, 3, 2026)

@@ -7,13 +7,12 @@ import torch
 from programs import RATES
 from test_clock import FLUSH, calls_of
 
-from scripts.common.definitions import DEFAULT, find
-from scripts.common.roofline import pair_flops
-from scripts.data import rows
+from scripts.common.definitions import DEFAULT, find, pair_flops
 from scripts.measuring import cases, clock, kernels, layers
 from scripts.measuring.cases import Histogram
 from scripts.measuring.kernels import Work
-from scripts.table.pivots import kernels_table
+from scripts.publishing import rows
+from scripts.publishing.tables import kernels_table
 
 OURS = "kernel_cutlass_kernel_moe_fp8_3f2a{}_object_at__tensor00_o_i64_div471681110_Cop_3"
 FUSED = [

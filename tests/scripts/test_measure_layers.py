@@ -20,23 +20,21 @@ from flashinfer_bench.data import Definition, Workload
 from small_record import ranked, trace, write
 
 from scripts import measure
-from scripts.common.command_line import (
+from scripts.common import sources
+from scripts.common.definitions import find, pair_flops, roofline_ms, stepwise_ms, weight_bytes
+from scripts.common.program import (
+    DEFINITION,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    ROOT,
     UsageError,
     run_main,
 )
-from scripts.common.definitions import find
-from scripts.common.project import DEFINITION, ROOT
-from scripts.common.roofline import pair_flops, roofline_ms, stepwise_ms, weight_bytes
-from scripts.data import rows, traces
 from scripts.measuring import cases, clock, layers
 from scripts.measuring.cases import Histogram, Plan
 from scripts.measuring.clock import Returning, Timed
-from scripts.pack import pack
-from scripts.report import generated, report
-from scripts.table import rank_text, recorded, tables
+from scripts.publishing import pages, rankings, rows, tables
 
 VANDAL = small.RIGHT + "    x.zero_()\n    w.mul_(2)\n"
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -217,7 +215,7 @@ def test_a_run_gets_the_rows_and_a_vandal_fails_in_its_ranking(
     err = capsys.readouterr().err
     assert f"2 rows added to {tmp_path / 'rows.jsonl'}" in err
     assert "error: vandal at T=3: changes its inputs: x, w" in err
-    found = {r.solution: r for r in traces.read_results([path]).itertuples()}
+    found = {r.solution: r for r in rows.read_results([path]).itertuples()}
     assert found["right"].cosine > 0.9999
     assert {n: r.status for n, r in found.items()} == {
         "right": "PASSED",
@@ -240,7 +238,7 @@ def test_results_of_other_sources_or_hardware_are_left_alone_and_named(
     path = traces_of(tmp_path, ("right", program.hashes["right"]), hardware="GPU B")
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert "left out: right: measured on GPU B, this is GPU A" in capsys.readouterr().err
-    assert traces.read_results([path]).cosine.isna().all()
+    assert rows.read_results([path]).cosine.isna().all()
 
 
 def test_code_of_the_data_set_is_run_again_only_where_asked_for(
@@ -273,7 +271,7 @@ def test_an_interrupt_keeps_the_workloads_so_far(
     monkeypatch.setattr(layers, "run_reference", stop)
     assert program("--run", str(tmp_path)) == EXIT_INTERRUPTED
     assert "1 rows added" in capsys.readouterr().err
-    cosine = traces.read_results([path]).set_index("tokens").cosine
+    cosine = rows.read_results([path]).set_index("tokens").cosine
     assert cosine[3] > 0.9999 and pd.isna(cosine[40])
 
 
@@ -305,7 +303,7 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
     write(path, [first, other])
     assert program("--run", str(tmp_path)) == EXIT_FAILED
     assert pairs_of(tmp_path) == [(3, "right"), (40, "fails")]
-    cosine = traces.read_results([path]).set_index("solution").cosine
+    cosine = rows.read_results([path]).set_index("solution").cosine
     assert pd.isna(cosine["fails"]), "an error is no figure"
     assert program("--run", str(tmp_path), "--workloads", "3") == EXIT_OK
     assert pairs_of(tmp_path) == [(3, "right")]
@@ -333,13 +331,13 @@ def test_a_run_without_outputs_or_traces_has_nothing_to_measure(program, tmp_pat
     write(path, [made])
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert rows.read(tmp_path).rows == []
-    with pytest.raises(UsageError, match="has no traces.jsonl"):
+    with pytest.raises(UsageError, match="has no rows.jsonl"):
         program("--run", str(tmp_path / "absent"))
 
 
 def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> None:
     def load(root: Path, definition: object):
-        raise pack.PackError("gen.py: no docstring")
+        raise sources.PackError("gen.py: no docstring")
 
     monkeypatch.setattr(cases, "load_with_ours", load)
     with pytest.raises(SystemExit) as ended:
@@ -367,7 +365,7 @@ def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setattr(cases, "make_missing_workloads", lambda root, found: None)
     what = cases.choose(ROOT, False, workloads=["1"])
     names = {s.name for s in what.solutions}
-    assert names == {g.name for g in pack.generations() if g.path.parent.name == "ladder"}
+    assert names == {g.name for g in sources.generations() if g.path.parent.name == "ladder"}
     assert what.pairs == {(what.workloads[0].workload.uuid, name) for name in names}
     left_out = capsys.readouterr().err
     assert "triton_moe" in left_out and ": needs a GPU" in left_out
@@ -570,7 +568,7 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(bits_program, tmp_path: 
 
     assert column(tables.summary_table(same)) == {"own": "yes", "few": "no"}
     assert column(tables.summary_table(other)) == {"own": "yes", "few": "-", "absent": "-"}
-    assert column(tables.short_table(same, pd.DataFrame())) == {"own": "yes", "few": "no"}
+    assert column(tables.short_table(same)) == {"own": "yes", "few": "no"}
     checks = tables.checks_table(same).frame
     assert list(checks) == ["solution", *EVERY, tables.BATCH_INVARIANT]
     assert checks.iloc[1].tolist() == ["own", *["yes"] * len(EVERY), "yes"]
@@ -578,21 +576,18 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(bits_program, tmp_path: 
     # Four batches of a width on a CPU: of the eighties the last one, of 21 tokens, differs.
     assert few["again"] == few["doubled"] == "yes" and few["80 at a time"] == "no: 21/261"
     assert few["alone"] == "no: 4/4"
-    for style in ("text", "markdown"):
-        text = rank_text.print_rankings([same], style)
+    for in_markdown in (False, True):
+        text = pages.print_rankings([same], in_markdown)
         assert "no: 21/261" in text and tables.BITS_NOTE in text
-    (ranking,) = json.loads(rank_text.print_rankings([same], "json"))
-    assert ranking["summary"][0]["checks"]["again"]["differ"] == 0
+    assert rankings.to_json(same)["summary"][0]["checks"]["again"]["differ"] == 0
 
-    assert ">no: 21/261<" in report.render(recorded.read(tmp_path))
-    block = "<!-- generated: invariance -->\n<!-- /generated -->"
-    page = generated.generate(block, recorded.read(tmp_path))
+    assert ">no: 21/261<" in pages.render(rankings.read(tmp_path))
+    page, _ = pages.block("invariance", rankings.read(tmp_path), tmp_path)
     assert "no: 21/261" in page and "T=901" in page
     (elsewhere,) = ranked(tmp_path, traces_of_all(bits_program.hashes, hardware="GPU B"))
     assert not tables.checks_table(elsewhere)
-    assert tables.BATCH_INVARIANT not in rank_text.print_rankings([elsewhere])
-    # The sentence is wrapped, where depends on the length of the directory's name.
-    assert "not recorded." in " ".join(generated.generate(block, recorded.read(tmp_path)).split())
+    assert tables.BATCH_INVARIANT not in pages.print_rankings([elsewhere])
+    assert pages.block("invariance", rankings.read(tmp_path), tmp_path)[0] == "Not recorded."
 
 
 def test_what_fails_is_said_and_has_no_checks(bits_program, tmp_path: Path, capsys) -> None:
@@ -725,7 +720,7 @@ def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys)
     assert bound["7"] == "memory"
     absent = tmp_path / "absent"
     monkeypatch.setattr(sys, "argv", ["measure.py", "roofline", "--run", str(absent)])
-    with pytest.raises(UsageError, match="absent has no traces.jsonl"):
+    with pytest.raises(UsageError, match="absent has no rows.jsonl"):
         measure.main()
     assert not absent.exists()
 

@@ -15,14 +15,20 @@ from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
 from programs import RATES
 from test_baselines_triton import DEVICE, interpreter_that_rounds
 
-from scripts.common.command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
-from scripts.common.project import FUSED, PREFIX, ROOT
-from scripts.data import rows
-from scripts.data.workload_specs import load_specs
+from scripts.common.program import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    FUSED,
+    PREFIX,
+    ROOT,
+    UsageError,
+)
+from scripts.data import load_specs
 from scripts.measuring import cases, clock, layers, subjects
 from scripts.measuring.accuracy import LARGEST_DIFF, calc_diff
-from scripts.table import pivots
+from scripts.publishing import rows, tables
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
 OURS, PEER = "cutedsl_moe_fp8_fused", "triton_moe"
@@ -278,7 +284,7 @@ def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> N
     assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
     assert ("| layer | call | T | error |" in text) == bool(arguments), "where there are several"
     if arguments:
-        summary = pivots.models_summary(found, "models").frame.iloc[0].tolist()
+        summary = tables.models_summary(found, "models").frame.iloc[0].tolist()
         assert summary == ["glm5", "50.0 (80%, 80%, 0.90x)", "60.0 (67%, 67%, -)"], "of ours"
 
 

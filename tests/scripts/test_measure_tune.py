@@ -9,12 +9,12 @@ from gpu.every_config import TOKENS
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 
-from scripts.common.command_line import EXIT_FAILED
-from scripts.data import rows
+from scripts.common.program import EXIT_FAILED
 from scripts.measure import TUNED_TOKENS
 from scripts.measuring import cases, clock, tune
 from scripts.measuring.gemm import ladder
-from scripts.table.pivots import tuned_table
+from scripts.publishing import rows
+from scripts.publishing.tables import tuned_table
 
 
 def test_what_ships_loses_to_the_best_or_did_not_run() -> None:

@@ -21,7 +21,7 @@ from programs import call
 import run
 from scripts.common import program
 from scripts.common.program import ROOT, duration, markdown, printable, write_file
-from scripts.table.tables import Table
+from scripts.publishing.tables import Table
 
 
 def test_text_that_a_terminal_or_markdown_would_act_on_is_shown_as_it_is(capsys) -> None:

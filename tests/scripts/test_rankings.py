@@ -11,11 +11,10 @@ import small_record
 from programs import call
 from small_record import UUIDS, clocked, measurement, record, roofline, trace, write_traces
 
-from scripts.common.definitions import find_layer
-from scripts.common.project import BASELINES, OURS, RESULTS_DIR, short_name
-from scripts.common.roofline import pair_flops, weight_bytes
-from scripts.pack import sources
-from scripts.pack.pack import every_generation
+from scripts.common import sources
+from scripts.common.definitions import find_layer, pair_flops, weight_bytes
+from scripts.common.program import BASELINES, OURS, RESULTS_DIR, short_name
+from scripts.common.sources import every_generation
 from scripts.publishing import pages, rankings, tables
 from scripts.publishing.rankings import read
 from scripts.publishing.rows import read_run

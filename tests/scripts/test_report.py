@@ -9,8 +9,8 @@ import pytest
 from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
-from scripts.common.project import RESULTS_DIR
-from scripts.pack import sources
+from scripts.common import sources
+from scripts.common.program import RESULTS_DIR
 from scripts.publishing import pages, rankings, tables
 from scripts.publishing.plots import image, latency_figure, layers_figure
 from scripts.publishing.rankings import read

@@ -14,8 +14,7 @@ import pytest
 from flashinfer_bench.data import Trace
 from small_record import UUIDS, measurement, record, trace, write
 
-from scripts.common.command_line import UsageError
-from scripts.common.project import DEFINITION
+from scripts.common.program import DEFINITION, UsageError
 from scripts.publishing import rows
 from scripts.publishing.rows import Writer, read_results
 

@@ -25,15 +25,14 @@ from moe_fp8.serving import prepare
 from programs import call, gone
 
 from scripts import serve
-from scripts.common.float32_experts import in_float32
-from scripts.common.metrics import calc_diff
 from scripts.common.program import ROOT, Failure, UsageError
-from scripts.data.rows import FILE, read
+from scripts.measuring.accuracy import calc_diff, in_float32
+from scripts.publishing import tables
+from scripts.publishing.rows import FILE, read
 from scripts.serve import Backend
 from scripts.serving import engines, worker
 from scripts.serving.engines import OWN, Generated, Setup, Vllm, find_model, start
 from scripts.serving.worker import Measuring, TimesGraphs, checking, prompts
-from scripts.table import served
 
 STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
@@ -58,9 +57,9 @@ def served_rows(tmp_path_factory, stand_in) -> tuple[list[dict[str, Any]], str]:
     made = call("serve", *options, *QUICK, "--together", "2", "--out", file)
     assert made.returncode == 0, made.stderr
     found = read(file)
-    of = found.measurements[served.SERVED]
+    of = found.measurements[tables.SERVED]
     assert of["environment"]["versions"]["torch"] and of["method"] == serve.METHOD
-    return found.rows_of(served.SERVED), made.stdout
+    return found.rows_of(tables.SERVED), made.stdout
 
 
 def values(rows: list[dict[str, Any]], what: str, backend: str) -> list[Any]:
@@ -508,7 +507,7 @@ def test_gains_are_over_the_best_of_the_engine_s_own():
         row("tuned", "mixed", 128, 2e3, "tokens/s", spread=0.02),
         row("ours", "mixed", 128, 3e3, "tokens/s"), row("ours", "prefill", 8, 1.0),
     ]  # fmt: skip
-    (table,) = served.timed_tables(rows)
+    (table,) = tables.timed_tables(rows)
     assert table.title == "m, 2 layers: decode in ms a step, mixed in tokens/s, prefill in ms"
     assert list(table.frame) == ["backend", "decode 1", "mixed 128", "prefill 8"]
     assert table.frame[2:].to_numpy().tolist() == [
@@ -526,7 +525,7 @@ def test_the_gain_of_the_fastest_repeats_stands_beside_that_of_the_medians():
         row("engine", "mixed", 2, 50.0, "tokens/s", least=10.0, most=100.0),
         row("ours", "mixed", 2, 80.0, "tokens/s", least=1.0, most=120.0),
     ]
-    (table,) = served.timed_tables(rows)
+    (table,) = tables.timed_tables(rows)
     assert table.frame.to_numpy().tolist()[2:4] == [
         ["gain", "2.00x", "1.60x"], ["gain, fastest", "1.50x", "1.20x"]
     ]  # fmt: skip
@@ -536,7 +535,7 @@ def test_the_gain_of_prefill_is_that_of_long_prompts():
     rows = []
     for size, others, ours in ((8, 9.0, 1.0), (4096, 3.0, 2.0), (8192, 4.0, 2.0)):
         rows += [row("engine", "prefill", size, others), row("ours", "prefill", size, ours)]
-    frame = served.gains_table(rows).frame
+    frame = tables.gains_table(rows).frame
     assert list(frame["prefill from 4096 tokens"]) == ["1.50 to 2.00x"]
 
 
@@ -546,8 +545,8 @@ def test_a_gain_is_marked_where_the_repeats_of_its_ends_spread_too_far():
         rows += [row("engine", "decode", size, gain, "ms a step", spread=spread),
                  row("ours", "decode", size, 1.0, "ms a step", spread=0.01)]  # fmt: skip
     for cell in ("1.10 to 1.30x (noisy)", "1.20 to 1.30x (noisy)", "1.30x"):
-        assert list(served.gains_table(rows).frame["a decode step"]) == [cell]
-        (timed,) = served.timed_tables(rows)
+        assert list(tables.gains_table(rows).frame["a decode step"]) == [cell]
+        (timed,) = tables.timed_tables(rows)
         marks = [gain.endswith("(noisy)") for gain in timed.frame.iloc[-2][1:]]
         assert marks == [row["spread"] > 0.15 for row in rows[::2]]
         del rows[:2]
@@ -563,8 +562,8 @@ def test_the_short_table_has_a_line_a_model_with_the_most_layers_on_one_gpu():
         engine = "deep_gemm" if "dense" in case else "engine"
         rows += [row(engine, "decode", 1, 2.0, "ms a step", **case),
                  row("ours", "decode", 1, 1.0, "ms a step", **case)]  # fmt: skip
-    assert len(served.gains_table(rows).frame) == 5
-    short = served.gains_table(rows, short=True).frame
+    assert len(tables.gains_table(rows).frame) == 5
+    short = tables.gains_table(rows, short=True).frame
     assert list(short.served) == ["m, 4 layers", "n, 1 layers"]
 
 
@@ -573,11 +572,11 @@ def test_experts_over_ranks_without_flashinfer_are_named_so():
     rows = [row(subject, "decode", 1, 1.0, "ms a step", **of_ranks)
             for subject in ("engine", "ours")]  # fmt: skip
     name = "m, 2 layers, 2 GPUs, expert parallel"
-    assert list(served.gains_table(rows).frame.served) == [f"{name}, without FlashInfer"]
+    assert list(tables.gains_table(rows).frame.served) == [f"{name}, without FlashInfer"]
     rows.append(row("flashinfer_cutlass", "decode", 1, 1.0, "ms a step", **of_ranks))
-    assert list(served.gains_table(rows).frame.served) == [name]
+    assert list(tables.gains_table(rows).frame.served) == [name]
     sglang = [of_rank | {"engine": "sglang"} for of_rank in rows[:2]]
-    assert list(served.gains_table(sglang).frame.served) == [name]
+    assert list(tables.gains_table(sglang).frame.served) == [name]
 
 
 def test_of_the_layers_the_worst_is_named():
@@ -587,7 +586,7 @@ def test_of_the_layers_the_worst_is_named():
              row("ours", "same tokens", None, False, "", gpus=2, parallel="expert"),
              row("ours", "same tokens", None, True, "", batch_invariant=True),
              row("ours", "same tokens", None, True, "", dense="DeepGEMM")]  # fmt: skip
-    table = served.checks_table(rows).frame
+    table = tables.served_checks(rows).frame
     assert list(table) == ["model", "backend", what, "start", "same tokens"]
     assert table.to_numpy().tolist() == [
         ["m, 2 layers", "ours", "3.00e-04 (layer 1)", "12.5 s", "-"],

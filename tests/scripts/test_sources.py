@@ -48,8 +48,8 @@ from scripts.common.sources import (
     split_foreign,
     why_not,
 )
-from scripts.data.rows import Writer
-from scripts.measure import plan
+from scripts.measuring import cases
+from scripts.publishing.rows import Writer
 
 GENERATIONS = {g.name: g for g in sources.generations()}
 OURS = {name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES}
@@ -227,7 +227,7 @@ def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys
     monkeypatch.setattr(sources, "PACKED_DIR", Path("/dev/null/packed"))
     monkeypatch.setattr(sources, "validate", lambda *_: None)
     monkeypatch.setattr(sources, "pack", packed_once)
-    trace_set, packed = plan.load_with_ours(ROOT)
+    trace_set, packed = cases.load_with_ours(ROOT)
     names = {solution.name for solution in packed}
     assert names == GENERATIONS.keys() <= {s.name for s in trace_set.solutions[DEFINITION]}
     first = capsys.readouterr().err.splitlines()[0]

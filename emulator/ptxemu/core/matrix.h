@@ -77,7 +77,7 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
       }
   }
 }
-// acc += A[M][K] * B[N][K], float32 accumulation in k order; M is a multiple of 4, N of 8. Eight
+// acc += A[M][K] * B[N][K], float32 accumulation in k order; M and N are multiples of 8. Eight
 // columns of a row of acc are contiguous. The next row begins `row` floats further, the next eight
 // columns `columns` floats further.
 static void matmul(float* acc, int row, int columns, const float* A, const float* B, int M, int N,
@@ -88,13 +88,25 @@ static void matmul(float* acc, int row, int columns, const float* A, const float
   for (int n = 0; n < N; n += 8) {
     for (int k = 0; k < K; k++)
       for (int j = 0; j < 8; j++) b[k][j] = B[(size_t)(n + j) * K + k];
-    for (int i = 0; i < M; i += 4) {
+    for (int i = 0; i < M; i += 8) {
       float* to = acc + (size_t)i * row + (size_t)n / 8 * columns;
-      Eight sum[4];
-      for (int r = 0; r < 4; r++) sum[r] = *(Eight*)(to + (size_t)r * row);
-      for (int k = 0; k < K; k++)
-        for (int r = 0; r < 4; r++) sum[r] += A[(size_t)(i + r) * K + k] * b[k];
-      for (int r = 0; r < 4; r++) *(Eight*)(to + (size_t)r * row) = sum[r];
+      const float* a = A + (size_t)i * K;
+      auto at = [&](int r) -> Eight& { return *(Eight*)(to + (size_t)r * row); };
+      // Eight variables, which stay in registers, unlike an array.
+      Eight s0 = at(0), s1 = at(1), s2 = at(2), s3 = at(3), s4 = at(4), s5 = at(5), s6 = at(6),
+            s7 = at(7);
+      for (int k = 0; k < K; k++, a++) {
+        s0 += a[0] * b[k];
+        s1 += a[K] * b[k];
+        s2 += a[2 * K] * b[k];
+        s3 += a[3 * K] * b[k];
+        s4 += a[4 * K] * b[k];
+        s5 += a[5 * K] * b[k];
+        s6 += a[6 * K] * b[k];
+        s7 += a[7 * K] * b[k];
+      }
+      at(0) = s0, at(1) = s1, at(2) = s2, at(3) = s3;
+      at(4) = s4, at(5) = s5, at(6) = s6, at(7) = s7;
     }
   }
 }

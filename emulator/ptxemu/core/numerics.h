@@ -79,21 +79,20 @@ struct InitTables {
   }
 } g_init_tables;
 
-// Convert sixteen e4m3 numbers as vectors, without the table. The shifted bits of a number are a
-// float32 of 2^-120 times its value.
+// Convert sixteen e4m3 numbers as vectors, without the table. Numbers below 8 have no leading 1, and
+// no step may make a denormal float32, which takes a hundred cycles.
 static inline void e4m3_to_float(const u8* p, float* out) {
-  typedef u8 Bytes __attribute__((vector_size(8)));
-  typedef u32 Words __attribute__((vector_size(32)));
-  typedef float Floats __attribute__((vector_size(32)));
-  for (int half = 0; half < 2; half++) {
-    Bytes bytes;
-    memcpy(&bytes, p + 8 * half, 8);
-    Words v = __builtin_convertvector(bytes, Words), number = v & 0x7f, x = number << 20;
-    Floats value = (Floats)x * 0x1p120f;
-    Words r = number == 0x7f ? 0x7fc00000 + 0 * v : (Words)value;  // NaN
-    r |= (v & 0x80) << 24;
-    memcpy(out + 8 * half, &r, 32);
-  }
+  typedef u8 Bytes __attribute__((vector_size(16)));
+  typedef s32 Words __attribute__((vector_size(64)));
+  typedef float Floats __attribute__((vector_size(64)));
+  Bytes bytes;
+  memcpy(&bytes, p, 16);
+  Words v = __builtin_convertvector(bytes, Words), number = v & 0x7f;
+  Words small = (Words)(__builtin_convertvector(number, Floats) * 0x1p-9f);
+  Words r = number < 8 ? small : (number << 20) + (120 << 23);
+  r = number == 0x7f ? 0x7fc00000 + 0 * v : r;  // NaN
+  r |= v >> 7 << 31;
+  memcpy(out, &r, 64);
 }
 
 enum Fmt {
