@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from markers import more
+from markers import backends, more
 from moe_fp8 import reference
 from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.kernels import architectures
@@ -28,6 +28,8 @@ from ptxemu import MODES
 from ptxemu.testing import Edit, replace
 
 from scripts.common.metrics import calc_diff
+
+pytestmark = backends("emulator")
 
 MOST = [("8 swapped, early", 1), ("64 overlapped", 2), ("192 on demand", 1)]
 """Name and terms of what is tested by default: compiling takes longer than running."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import test_batched_experts as by_expert
 import torch
-from markers import more
+from markers import backends, more
 from moe_fp8 import reference
 from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels.fused import workspace_bytes
@@ -22,6 +22,8 @@ from test_experts import KINDS, calls
 from test_fused import GATHERED
 
 from scripts.common.metrics import calc_diff
+
+pytestmark = backends("emulator")
 
 
 class Call(NamedTuple):
