@@ -31,7 +31,8 @@ from moe_fp8.kernels import architectures, fused
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.serving import prepare as ahead
-from test_tracers import HIDDEN, TOP_K, WEIGHTS, tensors
+from small_layer import HIDDEN, TOP_K, WEIGHTS
+from small_layer import named_tensors as tensors
 
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
 FORM = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True)
