@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cutlass
+import gemm_configs as known
 import pytest
 import torch
 from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
-from gpu import gemm_configs as known
 from markers import more
 from moe_fp8 import cache as kernel_cache
 from moe_fp8.call import DEEPSEEK_V3, Form, MoeShape, Swiglu

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gpu.every_config import Job, Sizes, shipped, wrong
+from every_config import Job, Sizes, shipped, wrong
 from markers import more
 from moe_fp8.call import DEEPSEEK_V3, MoeShape
 from moe_fp8.kernels import heuristic_sm90 as sm90

@@ -45,9 +45,9 @@ PACKAGE = compiling.PACKAGE_ROOT / "kernels"
         (Combine, PACKAGE / "compile.py", True),
         (Combine, PACKAGE / "swiglu.py", False),
         (Combine, on_disk.EMULATOR / "fakecuda.py", True),
-        (Combine, on_disk.HERE / "problems.py", False),
+        (Combine, on_disk.TESTS / "support/problems.py", False),
         (Lookup, PACKAGE / "swiglu.py", True),
-        (Lookup, on_disk.HERE / "problems.py", True),
+        (Lookup, on_disk.TESTS / "support/problems.py", True),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", str(value)),
 )

@@ -16,6 +16,7 @@ import torch
 from flashinfer_bench import ApplyConfig, apply, enable_apply
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.integration import flashinfer as integration
+from markers import backends
 from moe_fp8.call import MoeInputs
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
@@ -27,7 +28,7 @@ from scripts.pack.pack import generations
 from scripts.submit import forms
 from scripts.submit.forms import FORMS, export_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = backends("gpu")
 
 weights, make_inputs = test_layer.weights, test_layer.make_inputs
 

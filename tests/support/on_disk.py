@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ptxemu import build, host
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 EMULATOR = Path(build.__file__).parent
 
 
@@ -41,7 +41,7 @@ def use(monkeypatch) -> None:
         if all(path.is_relative_to(root) for path in modules):
             digest.update(digest_of(*modules).encode())
         else:
-            digest.update(contents(root) + contents(HERE))
+            digest.update(contents(root) + contents(TESTS))
         return digest.hexdigest()
 
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(kernels()))

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 
+backends = pytest.mark.backends
+"""The backends that run a test: tests/conftest.py."""
+
 
 def more(*values: Any) -> list:
     """Values, or tuples of values, of parameters that only `run.py test --all` tries."""
