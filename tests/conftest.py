@@ -108,9 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
     global cannot_run
     backend = config.getoption("backend")
     if backend == "emulator":
-        config.pluginmanager.import_plugin("ptxemu.testing")  # the fixture `emulator`
         from ptxemu import testing
 
+        config.pluginmanager.register(testing)  # the fixture `emulator`
         cannot_run = testing.install("sm_90a")
     if backend == "cpu":
         # Before anything imports the DSL, which dumps what the compile tests ask for under the

@@ -193,7 +193,7 @@ for module, name in ((api, "moe_fp8"), (copy, "solutions_moe_fp8"), (anew, "moe_
 @pytest.mark.all
 def test_the_package_twice_in_a_process():
     """Reloaded, imported anew, and as a copy of another name."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions", ROOT / "tests/cpu")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions", ROOT / "tests/support")))
     done = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
     assert done.returncode == 0, done.stderr
