@@ -1,4 +1,4 @@
-"""Other libraries' grouped GEMMs in torch on the CPU, for tests of the programs that measure them."""
+"""Other libraries' grouped GEMMs in torch on the CPU, for tests of programs that measure them."""
 
 from types import ModuleType
 

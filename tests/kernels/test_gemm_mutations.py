@@ -4,19 +4,19 @@ schedule."""
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
+from markers import backends
 from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
 from moe_fp8.kernels.configs import Schedule
+from mutants import PARITY, WAIT, all_of, noticed
 from problems import gemm
-from ptxemu import MODES
 from ptxemu.testing import Edit, replace
 from test_gemm import launch
 
-pytestmark = pytest.mark.all
+pytestmark = [pytest.mark.all, backends("emulator")]
 HOPPER = HopperConfig(stages=2)
 BLACKWELL = BlackwellConfig(stages=2, accumulators=2)
 PAIR = dataclasses.replace(BLACKWELL, cluster_m=2, mma_ctas=2)
@@ -43,47 +43,12 @@ def before(mark: str, edit: Edit) -> Edit:
     return edited
 
 
-def all_of(*edits: Edit) -> Edit:
-    """Make the edits one after the other; it is an error if one of them changes nothing."""
-
-    def edited(ptx: str) -> str:
-        for edit in edits:
-            was, ptx = ptx, edit(ptx)
-            assert ptx != was, "the edit changed nothing"
-        return ptx
-
-    return edited
-
-
-def noticed(
-    run: Callable[[], torch.Tensor], wanted: torch.Tensor, edit: Edit, emulator, seeds: int = 1
-) -> bool:
-    """Return True if an edit of the kernels that `run` launches is noticed in some schedule.
-
-    It is noticed by an error, a hazard or another result than `wanted`. The mode random runs with
-    several seeds.
-    """
-    emulator.host.ptx_transform = all_of(edit)
-    for mode, seed in [*((mode, 0) for mode in MODES), *(("random", s) for s in range(1, seeds))]:
-        emulator.options.mode, emulator.options.seed = mode, seed
-        emulator.reports.clear()
-        try:
-            same = torch.equal(run(), wanted)
-        except emulator.EmulationError:
-            return True
-        if not same or any(report.hazards for report in emulator.reports):
-            return True
-    return False
-
-
 def release_before_wgmma_is_complete(ptx: str) -> str:
     """Put the wait for WGMMA behind the arrival that frees the stage."""
     wait_then_release = r"(\twgmma\.wait_group[^\n]*\n)((?:.*\n)*?\$L__BB\S+:\n)"
     return re.sub(wait_then_release, r"\2\1", ptx, count=1)
 
 
-WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[(%r\d+)\], (%r\d+), \d+;"
-PARITY = r"(mbarrier\.try_wait\.parity\S* [P%]\w+, \[%r\d+\]), %r\d+"
 PASS = "setp.eq.u32 P1, 0, 0;"
 CONSUMERS = r"setmaxnreg\.inc"
 BULK_READ = r"cp\.async\.bulk\.wait_group\.read\s+0;"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float32, Int32
-from markers import more
+from markers import backends, more
 from moe_fp8 import reference
 from moe_fp8.kernels.combine import COMBINE_STAGES, Combine, compile_combine
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
@@ -16,6 +16,7 @@ from moe_fp8.kernels.swiglu import compile_swiglu_quant, divide
 from problems import FP8, UNTOUCHED, fp8
 from ptxemu import MODES
 
+pytestmark = backends("emulator")
 TARGET = ""
 """The target of a test's kernels."""
 INTERMEDIATE = 384
