@@ -4,7 +4,7 @@ import pytest
 import torch
 from moe_fp8 import experts, fused_moe
 from moe_fp8.layer import bytes_of
-from test_functional import ROUTING, tensors_of
+from small_layer import ROUTING, tensors_of
 
 E8M0 = torch.float8_e8m0fnu
 

@@ -19,7 +19,7 @@ from moe_fp8.api import fused_moe
 from moe_fp8.call import MoeInputs
 from moe_fp8.reference import choose_experts
 from moe_fp8.serving.expert_parallel import deep_ep_buffer, expert_parallel_moe
-from test_functional import ROUTING, SHAPE, tensors_of
+from small_layer import ROUTING, SHAPE, tensors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 

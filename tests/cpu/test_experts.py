@@ -14,7 +14,7 @@ from moe_fp8.call import CHUNK_TOKENS, Form, MoeInputs, MoeShape, RoutedInputs, 
 from moe_fp8.ladder import v5_fused
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
-from test_functional import PLAIN, ROUTING, SHAPE, tensors_of
+from small_layer import PLAIN, ROUTING, SHAPE, tensors_of
 
 from scripts.common.metrics import calc_diff
 

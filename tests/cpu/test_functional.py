@@ -10,40 +10,14 @@ import moe_fp8
 import pytest
 import torch
 import torch._functorch.config as functorch
-from bruteforce import TINY as SHAPE
-from moe_fp8 import api, reference
+from moe_fp8 import api
 from moe_fp8.api import fused_moe
 from moe_fp8.call import BLOCK, DEEPSEEK_V3, MoeInputs
 from moe_fp8.ladder import v5_fused, v6_fused_hifi
 from moe_fp8.reference import quantise_blocks, quantise_rows
+from small_layer import PLAIN, ROUTING, SHAPE, tensors_of, wanted_of
 
 from scripts.common.project import ROOT
-
-ROUTING = {"n_group": 4, "topk_group": 2, "top_k": 3}
-PLAIN = (None, 1.0, 0.0, False)
-"""Limit, alpha and beta of the activation, `ue8m0`: the operators' arguments before the output."""
-
-
-def tensors_of(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator)
-
-    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
-    return (
-        random(tokens, SHAPE.num_experts),
-        random(SHAPE.num_experts).bfloat16(),
-        *quantise_rows(random(tokens, h)),
-        *quantise_blocks(random(e, 2 * i, h)),
-        *quantise_blocks(random(e, h, i)),
-    )
-
-
-def wanted_of(tensors: tuple[torch.Tensor, ...], offset: int, scaling: float, terms: int = 1):
-    out = torch.empty(tensors[2].shape, dtype=torch.bfloat16)
-    reference.fused(MoeInputs(*tensors, offset, scaling), out, SHAPE, terms=terms)
-    return out
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40])
@@ -173,7 +147,7 @@ COPIES = """
 import importlib, sys, torch
 from moe_fp8 import api
 from solutions.moe_fp8 import api as copy
-from test_functional import ROUTING, tensors_of
+from small_layer import ROUTING, tensors_of
 wanted = api.fused_moe(*tensors_of(3), **ROUTING)
 importlib.reload(api)
 del sys.modules["moe_fp8.api"]

@@ -16,7 +16,7 @@ import torch
 from moe_fp8.api import fused_moe
 from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.layer import FusedLayer
-from test_functional import ROUTING, tensors_of
+from small_layer import ROUTING, tensors_of
 from test_ladder import LAYERS as UNFUSED
 from test_problem import freed, misaligned
 

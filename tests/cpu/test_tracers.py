@@ -10,7 +10,7 @@ from moe_fp8 import layer as layer_module
 from moe_fp8.call import signature
 from moe_fp8.layer import FusedLayer, make_call
 from moe_fp8.reference import quantise_blocks
-from test_functional import PLAIN
+from small_layer import PLAIN
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx

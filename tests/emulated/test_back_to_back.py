@@ -14,12 +14,12 @@ from moe_fp8 import reference
 from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.layer import make_call
-from problems import fused_output
+from problems import HOPPER as CONFIGS
+from problems import SHAPE, TOLERANCE, fused_output, inputs_of
 from ptxemu.engine import DEPENDENTS
 from ptxemu.testing import replace
 from test_experts import KINDS, calls
-from test_fused import CONFIGS, GATHERED, TOLERANCE
-from test_layers import SHAPE, inputs_of
+from test_fused import GATHERED
 
 from scripts.common.metrics import calc_diff
 

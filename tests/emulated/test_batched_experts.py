@@ -11,12 +11,9 @@ from moe_fp8 import reference
 from moe_fp8.call import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
 from moe_fp8.kernels.permute import PLACE_WARPS
 from moe_fp8.reference import quantise_rows
-from problems import fp8, fused_output, use_target
+from mutants import noticed as noticed_in
+from problems import TOLERANCE, configs_of, fp8, fused_output, odd_tokens, same, use_target
 from ptxemu.testing import replace
-from test_experts import TARGETS, odd_tokens, same
-from test_fused import TOLERANCE
-from test_fused_sm100 import configs_of
-from test_mutations import noticed as noticed_in
 
 from scripts.common.metrics import calc_diff
 
@@ -181,7 +178,7 @@ def test_the_bits_of_the_fused_layer(kernel, emulator):
     there = torch.arange(ROWS) < inputs.num_tokens.unsqueeze(1)
     ids = torch.arange(5).unsqueeze(1).expand(5, ROWS)[there].unsqueeze(1).int()
     routed = RoutedInputs(ids, torch.ones(ids.shape), inputs.x[there], None, *inputs[4:], 0, None)
-    configs = TARGETS[kernel.target][kernel.name]
+    configs = configs_of(kernel.target, kernel.name)
     wanted = fused_output(routed, SHAPE, configs, Form(torch.int32, torch.float32, BF16))
     assert torch.equal(output_of(inputs, kernel)[there], wanted)
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 from markers import more
 from moe_fp8.call import Form
-from problems import fused_output, use_target
-from test_fused_sm100 import configs_of
-from test_layers import SHAPE, inputs_of
+from problems import SHAPE, configs_of, fused_output, inputs_of, use_target
 
 E8M0 = torch.float8_e8m0fnu
 

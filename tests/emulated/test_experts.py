@@ -15,11 +15,8 @@ from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.route import WORD_TOKENS, compile_route
 from moe_fp8.ladder import steps
 from moe_fp8.reference import choose_experts, given_experts, group_rows, quantise_rows
-from problems import fp8, fused_output, use_target
+from problems import SHAPE, configs_of, fp8, fused_output, inputs_of, odd_tokens, same, use_target
 from ptxemu.testing import replace
-from test_fused import CONFIGS
-from test_fused_sm100 import CONFIGS as BLACKWELL_S
-from test_layers import SHAPE, inputs_of
 
 from scripts.common.metrics import calc_diff
 
@@ -116,31 +113,6 @@ def check_numbers(given: RoutedInputs, shape: MoeShape, target: str, emulator) -
 # --- the permutation ------------------------------------------------------------------------------
 
 
-def odd_tokens(tokens: int, hidden: int) -> torch.Tensor:
-    """Blocks of every magnitude, of zeros of both signs, with a NaN, with infinities; of some the
-    largest value is 448 times a power of two."""
-    torch.manual_seed(tokens)
-    x = torch.randn(tokens, hidden).bfloat16()
-    blocks = x.view(-1, 128)
-    blocks[8::14, 9] = 28.0
-    exponents = torch.linspace(-133, 127, len(blocks))
-    blocks *= torch.exp2(exponents.round()).bfloat16().unsqueeze(1)
-    blocks.nan_to_num_(posinf=1e38, neginf=-1e38)
-    blocks[::7] = 0
-    blocks[::14, ::2] = -0.0
-    blocks[1::7, 5] = -0.0
-    blocks[3, 17], blocks[4, 18], blocks[5, 19] = torch.nan, torch.inf, -torch.inf
-    return x
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if the bits are equal; any NaN equals any other."""
-    a32, b32 = a.float(), b.float()
-    numbers = torch.equal(a32.isnan(), b32.isnan())
-    ours, theirs = (x.nan_to_num(nan=0.0) for x in (a32, b32))
-    return numbers and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
-
-
 def permute_as_compiled(x, x_scale, pair_row, a, a_scale, ue8m0: bool) -> None:
     """Do the same as `reference.permute`. Only the fused layer permutes tokens in bfloat16."""
     if x_scale is not None:
@@ -182,11 +154,6 @@ def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
 
 # --- the layer ------------------------------------------------------------------------------------
 
-FIRST, SECOND = CONFIGS["192 on demand"]
-TARGETS = {
-    "sm_90a": CONFIGS | {"192 gathered": (dataclasses.replace(FIRST, gathers=True), SECOND)},
-    "sm_100a": {name: (config.with_swiglu(1), config) for name, config in BLACKWELL_S.items()},
-}
 CASES = [  # of each target, where rows are gathered and where they are permuted for
     ("sm_90a", "8 swapped, early"),
     ("sm_90a", "192 on demand"),
@@ -261,7 +228,7 @@ def calls(tokens: int) -> dict[str, Call]:
 
 
 def output_of(call: Call, target: str, name: str) -> torch.Tensor:
-    return fused_output(call.inputs, call.shape, TARGETS[target][name], call.form)
+    return fused_output(call.inputs, call.shape, configs_of(target, name), call.form)
 
 
 @pytest.fixture

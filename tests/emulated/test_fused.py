@@ -10,7 +10,6 @@ from markers import more
 from moe_fp8 import reference
 from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.kernels import architectures
-from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
 from moe_fp8.kernels.fused import (
     compile_fused,
@@ -21,36 +20,17 @@ from moe_fp8.kernels.fused import (
 )
 from moe_fp8.layer import make_call
 from moe_fp8.reference import route
-from problems import fused_output, layer_inputs
+from mutants import PARITY, WAIT, all_of
+from mutants import noticed as noticed_in
+from problems import HOPPER as CONFIGS
+from problems import SHAPE, TOLERANCE, fused_output, inputs_of, layer_inputs
 from ptxemu import MODES
 from ptxemu.testing import Edit, replace
-from test_layers import SHAPE, inputs_of
-from test_mutations import PARITY, WAIT, all_of
-from test_mutations import noticed as noticed_in
 
 from scripts.common.metrics import calc_diff
 
-CONFIGS = {
-    "8 swapped": 2 * (GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
-    "8 swapped, early": (
-        GemmConfig(tile_m=8, swap_ab=True, cluster_n=2, stages=3, schedule=Schedule.WHOLE_WAVES),
-        GemmConfig(tile_m=8, swap_ab=True, stages=3, schedule=Schedule.DYNAMIC),
-    ),
-    "32 swapped": 2 * (GemmConfig(tile_m=32, swap_ab=True, cluster_n=2, stages=3),),
-    "64 overlapped": 2 * (GemmConfig(tile_m=64, cluster_n=2, overlap=True),),
-    "128": 2 * (GemmConfig(cluster_n=2),),
-    "192 on demand": (
-        GemmConfig(tile_m=192, cluster_n=2, stages=3, schedule=Schedule.DYNAMIC, unroll=True),
-        GemmConfig(tile_m=192, cluster_n=1, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
-    ),
-}
-CONFIGS = {name: (first.with_swiglu(1), second) for name, (first, second) in CONFIGS.items()}
-
 MOST = [("8 swapped, early", 1), ("64 overlapped", 2), ("192 on demand", 1)]
 """Name and terms of what is tested by default: compiling takes longer than running."""
-TOLERANCE = {1: 1e-4, 2: 1e-7}
-"""calc_diff to the model, by terms: a value that is another FP8 number there counts for one term's
-rounding, of the second term on top for less than a sixteenth of it."""
 
 
 def output_of(inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True) -> torch.Tensor:

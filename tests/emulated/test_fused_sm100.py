@@ -7,39 +7,15 @@ import torch
 from moe_fp8 import reference
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
-from moe_fp8.kernels.configs import GemmConfigSm100 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
-from problems import fused_output, use_target
+from problems import BLACKWELL as CONFIGS
+from problems import SHAPE, TOLERANCE, fused_output, inputs_of, use_target
 from ptxemu.testing import replace
-from test_fused import CONFIGS as HOPPERS
-from test_fused import TOLERANCE
-from test_layers import SHAPE, inputs_of
 
 from scripts.common.metrics import calc_diff
 
 pytestmark = pytest.mark.all
-CONFIGS = {
-    "16 swapped": GemmConfig(tile_m=16, swap_ab=True, stages=3),
-    "32 swapped": GemmConfig(tile_m=32, swap_ab=True, schedule=Schedule.DYNAMIC),
-    "64 swapped": GemmConfig(tile_m=64, swap_ab=True),
-    "16 swapped in pairs": GemmConfig(tile_m=16, swap_ab=True, stages=3),
-    "32 swapped in pairs": GemmConfig(tile_m=32, swap_ab=True, schedule=Schedule.DYNAMIC),
-    "128": GemmConfig(),
-    "256 on demand": GemmConfig(tile_n=256, schedule=Schedule.DYNAMIC),
-    "256 by two CTAs": GemmConfig(tile_n=256, cluster_m=2, mma_ctas=2, schedule=Schedule.DYNAMIC),
-}
 HOPPER = HopperConfig(tile_m=64, stages=3)
-
-
-def configs_of(target: str, name: str, terms: int = 1):
-    """Return the configs of both GEMMs by name: Hopper's are in `test_fused`, Blackwell's here."""
-    if target == "sm_90a":
-        first, second = HOPPERS[name]
-        first = first.with_swiglu(terms)
-    else:
-        second = CONFIGS[name]
-        first = second.with_swiglu(terms, "pairs" in name)
-    return first, dataclasses.replace(second, terms=terms)
 
 
 def output_of(inputs: MoeInputs, config, terms=1, second=None, few=False) -> torch.Tensor:

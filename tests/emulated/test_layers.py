@@ -4,16 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.ladder import v1_loop_padding, v2_vectorised, v3_clustered, v4_flat
-from problems import layer_inputs
+from problems import SHAPE, inputs_of
 
 from scripts.common.metrics import calc_diff
 
-SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
-                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
 SWAPPED = GemmConfig(tile_m=8, swap_ab=True)
 LAYERS = {
     "v1": (v1_loop_padding.moe, None),
@@ -24,12 +22,6 @@ LAYERS = {
     "flat swapped": (v4_flat.moe, SWAPPED),
 }
 """Steps, and the config that the architecture chooses, where they ask it."""
-
-
-def inputs_of(tokens: int, offset: int) -> MoeInputs:
-    bias = torch.zeros(SHAPE.num_experts)
-    bias[7] = 2.0  # one full expert, others with a few rows or none
-    return layer_inputs(SHAPE, tokens, bias.bfloat16(), offset, 2.5)
 
 
 def output_of(name: str, inputs: MoeInputs, monkeypatch) -> torch.Tensor:

@@ -10,10 +10,7 @@ from markers import more
 from moe_fp8 import reference
 from moe_fp8.call import Form, Swiglu
 from moe_fp8.kernels.swiglu import compile_swiglu_quant
-from problems import fused_output, use_target
-from test_fused import TOLERANCE
-from test_fused_sm100 import configs_of
-from test_layers import SHAPE, inputs_of
+from problems import SHAPE, TOLERANCE, configs_of, fused_output, inputs_of, use_target
 
 from scripts.common.metrics import calc_diff
 

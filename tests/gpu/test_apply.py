@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import deepseek
 import pytest
-import test_layer
 import torch
+from deepseek import new_output, output_of
 from flashinfer_bench import ApplyConfig, apply, enable_apply
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.integration import flashinfer as integration
@@ -20,7 +21,6 @@ from markers import backends
 from moe_fp8.call import MoeInputs
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
-from test_layer import new_output, output_of
 
 from scripts.common.project import DEFINITION, ROOT
 from scripts.data.dataset import load
@@ -30,7 +30,7 @@ from scripts.submit.forms import FORMS, export_of
 
 pytestmark = backends("gpu")
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 FLAT, FUSED = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_fused"
 SPEEDUPS = {FLAT: {7: 40.0, 80: 30.0}, FUSED: {7: 30.0, 80: 40.0, 1: 50.0}}

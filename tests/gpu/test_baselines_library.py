@@ -3,9 +3,18 @@
 import importlib.util
 from collections.abc import Iterator
 
+import deepseek
 import pytest
-import test_layer
 import torch
+from deepseek import (
+    LAYER_COSINE,
+    LAYER_DIFF,
+    Worst,
+    model_of,
+    new_output,
+    output_of,
+    waits_of,
+)
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -15,19 +24,10 @@ from moe_fp8.baselines import (
 )
 from moe_fp8.baselines.per_stream import PerStream
 from moe_fp8.ladder import v2_vectorised as v2
-from test_layer import (
-    LAYER_COSINE,
-    LAYER_DIFF,
-    Worst,
-    model_of,
-    new_output,
-    output_of,
-    waits_of,
-)
 
 from scripts.measure.timing import Timed, captured, on_own_stream, traced
 
-weights, make_inputs, worst = test_layer.weights, test_layer.make_inputs, test_layer.worst
+weights, make_inputs, worst = deepseek.weights, deepseek.make_inputs, deepseek.worst
 
 LIBRARIES = {
     sglang_moe: "sgl_kernel",

@@ -5,9 +5,10 @@ import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import deepseek
 import pytest
-import test_layer
 import torch
+from deepseek import new_output, output_of
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -24,9 +25,8 @@ from moe_fp8.ladder import v3_clustered as v3
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
-from test_layer import new_output, output_of
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 LIBRARIES = {
     triton_moe: "triton",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from deepseek import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 from moe_fp8 import reference
 from moe_fp8.baselines import deepgemm_moe, triton_moe
 from moe_fp8.call import MoeInputs, MoeShape, run_of
@@ -13,7 +14,6 @@ from moe_fp8.ladder import steps
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
-from test_layer import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 
 from scripts.common.definitions import MOE, MoeDefinition
 from scripts.common.metrics import calc_diff, cosine

@@ -4,8 +4,8 @@ import importlib.util
 import subprocess
 import sys
 
+import deepseek
 import pytest
-import test_layer
 import torch
 import torch.distributed as dist
 from moe_fp8.api import fused_moe
@@ -13,7 +13,7 @@ from moe_fp8.serving.expert_parallel import expert_parallel_moe
 
 from scripts.common.project import ROOT
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 WITH_DEEP_EP = pytest.mark.skipif(
     importlib.util.find_spec("deep_ep") is None, reason="DeepEP is not installed"

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import deepseek
 import pytest
-import test_layer
 import torch
+from deepseek import OFFSET, output_of
 from moe_fp8 import reference
 from moe_fp8.api import experts, fused_moe
 from moe_fp8.call import DEEPSEEK_V3 as SHAPE
@@ -16,11 +17,10 @@ from moe_fp8.ladder import steps
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
-from test_layer import OFFSET, output_of
 
 from scripts.common.metrics import calc_diff
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 TOKENS = [1, 7, 32, 33, 80, 901, 1153]
 """Numbers of tokens that one kernel routes, or two; that GEMM1 gathers, or the permute copies."""
 
@@ -152,7 +152,7 @@ def test_a_shared_expert_and_experts_that_are_given_twice(given_to):
     for tokens in (5, 70, 2000):
         arguments = given_to(tokens)
         on_cpu = experts(*(tensor.cpu() for tensor in arguments))
-        assert calc_diff(experts(*arguments).cpu(), on_cpu) < test_layer.LAYER_DIFF
+        assert calc_diff(experts(*arguments).cpu(), on_cpu) < deepseek.LAYER_DIFF
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_shared_expert_and_experts_that_are_given_twice(given_to):
 )
 @pytest.mark.parametrize("accurate", [False, True])
 def test_options_of_the_activation_and_the_scales(accurate, options, given_to):
-    limit = 1e-5 if accurate else test_layer.LAYER_DIFF
+    limit = 1e-5 if accurate else deepseek.LAYER_DIFF
     for tokens in (1, 33, 300):
         arguments = given_to(tokens)
         out = experts(*arguments, accurate=accurate, **options)

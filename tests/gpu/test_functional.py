@@ -1,14 +1,14 @@
 """The layer as a function on a GPU: compiled, and on another device than the current one."""
 
+import deepseek
 import pytest
-import test_layer
 import torch
+from deepseek import output_of
 from moe_fp8 import api
 from moe_fp8.api import fused_moe
 from moe_fp8.ladder import v5_fused as v5
-from test_layer import output_of
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -3,10 +3,11 @@
 import dataclasses
 import os
 
+import deepseek
 import pytest
-import test_layer
 import torch
 from cuda.bindings import driver as cuda
+from deepseek import ROUTINGS, SHAPE, TOKENS, new_output, output_of, part_of
 from moe_fp8 import layer, reference
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
@@ -14,29 +15,18 @@ from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from sanitizer import TOOLS, sanitized
-from test_layer import ROUTINGS, SHAPE, TOKENS, new_output, output_of
 
 from scripts.common.metrics import calc_diff, cosine
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 SOAK = int(os.environ.get("MOE_FP8_SOAK", "500"))
 """Calls of `test_random_calls`; 10000 before a release."""
 CALLS_OF_POOL = 100
 """Calls that draw from the same tokens."""
 
-COSINE, DIFF = test_layer.LAYER_COSINE, test_layer.LAYER_DIFF
+COSINE, DIFF = deepseek.LAYER_COSINE, deepseek.LAYER_DIFF
 """Bounds of `test_layer`, which says why they are not smaller."""
-
-
-def part_of(inputs: MoeInputs, part: slice | torch.Tensor) -> MoeInputs:
-    # View as bytes: torch does not index float8.
-    states = inputs.hidden_states.view(torch.uint8)[part].view(torch.float8_e4m3fn)
-    return inputs._replace(
-        routing_logits=inputs.routing_logits[part],
-        hidden_states=states,
-        hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
-    )
 
 
 @pytest.fixture(params=[v5, v6], ids=["fused", "hifi"])

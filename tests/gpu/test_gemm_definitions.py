@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from deepseek import STAGE_COSINE, STAGE_DIFF, random_fp8
 from moe_fp8 import reference
 from moe_fp8.baselines import deepgemm_contiguous, deepgemm_masked
 from moe_fp8.gemms import contiguous, masked
 from moe_fp8.ladder.steps import batched_rows
 from moe_fp8.reference import flat_rows
-from test_layer import STAGE_COSINE, STAGE_DIFF, random_fp8
 
 from scripts.common.definitions import GEMMS, MASKED, GemmDefinition
 from scripts.common.metrics import calc_diff, cosine

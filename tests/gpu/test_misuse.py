@@ -9,28 +9,29 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import deepseek
 import numpy as np
 import pytest
-import test_layer
 import torch
+from deepseek import (
+    MODULES,
+    SHAPE,
+    every_module,
+    new_output,
+    output_of,
+    part_of,
+    random_fp8,
+)
 from moe_fp8 import reference
 from moe_fp8.api import fused_moe
 from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
-from test_layer import (
-    MODULES,
-    SHAPE,
-    every_module,
-    new_output,
-    output_of,
-    random_fp8,
-)
 
 from scripts.common.metrics import calc_diff, cosine
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("MOE_FP8_FUZZ", "2"))
@@ -245,14 +246,6 @@ def test_any_number_of_tokens(module, make_inputs):
             part = slice(first, min(first + 128, tokens))
             if part.stop > part.start:
                 assert torch.equal(output_of(module, part_of(inputs, part)), whole[part]), tokens
-
-
-def part_of(inputs: MoeInputs, part: slice) -> MoeInputs:
-    return inputs._replace(
-        routing_logits=inputs.routing_logits[part],
-        hidden_states=inputs.hidden_states[part],
-        hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
-    )
 
 
 # --- random problems ------------------------------------------------------------------------------

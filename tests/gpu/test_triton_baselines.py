@@ -2,16 +2,16 @@
 
 import importlib.util
 
+import deepseek
 import pytest
-import test_layer
 import torch
+from deepseek import LAYER_COSINE, LAYER_DIFF, check_replays, model_of, output_of
 from moe_fp8.baselines import triton_fused_moe_v2, triton_moe
 from moe_fp8.ladder import v2_vectorised as v2
-from test_layer import LAYER_COSINE, LAYER_DIFF, check_replays, model_of, output_of
 
 from scripts.common.metrics import calc_diff, cosine
 
-weights, make_inputs = test_layer.weights, test_layer.make_inputs
+weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 REQUIRED = {triton_moe: "triton", triton_fused_moe_v2: "sgl_kernel"}
 ROUTINGS = ["random", "all_to_one", "all_local", "none_local"]
@@ -82,7 +82,7 @@ def test_offsets(module, offset, make_inputs, monkeypatch):
 def test_no_wait_for_the_gpu(module, make_inputs):
     """torch raises on every synchronising call in this mode."""
     inputs = make_inputs(61)
-    output = test_layer.new_output(inputs)
+    output = deepseek.new_output(inputs)
     module.run(*inputs, output)
     torch.cuda.set_sync_debug_mode("error")
     try:

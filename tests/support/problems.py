@@ -1,6 +1,7 @@
-"""Small grouped GEMM problems and layers' inputs, made the way flashinfer-bench draws them; the
-fused layer's output."""
+"""Small grouped GEMM problems and layers' inputs, made the way flashinfer-bench draws them; configs
+of the fused layer and its output."""
 
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -8,6 +9,9 @@ import torch
 from moe_fp8 import reference
 from moe_fp8.call import BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
 from moe_fp8.kernels import architectures
+from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
+from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
+from moe_fp8.kernels.configs import Schedule
 from moe_fp8.ladder.steps import batched_rows
 from moe_fp8.layer import make_call
 from moe_fp8.reference import flat_rows
@@ -15,6 +19,40 @@ from ptxemu import options
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
+SHAPE = MoeShape(num_experts=16, num_local_experts=5, hidden_size=384, intermediate_size=256,
+                 n_group=4, topk_group=2, top_k=3)  # fmt: skip
+
+HOPPER = {
+    name: (first.with_swiglu(1), second)
+    for name, (first, second) in {
+        "8 swapped": 2 * (Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3),),
+        "8 swapped, early": (
+            Sm90(tile_m=8, swap_ab=True, cluster_n=2, stages=3, schedule=Schedule.WHOLE_WAVES),
+            Sm90(tile_m=8, swap_ab=True, stages=3, schedule=Schedule.DYNAMIC),
+        ),
+        "32 swapped": 2 * (Sm90(tile_m=32, swap_ab=True, cluster_n=2, stages=3),),
+        "64 overlapped": 2 * (Sm90(tile_m=64, cluster_n=2, overlap=True),),
+        "128": 2 * (Sm90(cluster_n=2),),
+        "192 on demand": (
+            Sm90(tile_m=192, cluster_n=2, stages=3, schedule=Schedule.DYNAMIC, unroll=True),
+            Sm90(tile_m=192, cluster_n=1, stages=2, schedule=Schedule.DYNAMIC, unroll=True),
+        ),
+    }.items()
+}
+BLACKWELL = {
+    "16 swapped": Sm100(tile_m=16, swap_ab=True, stages=3),
+    "32 swapped": Sm100(tile_m=32, swap_ab=True, schedule=Schedule.DYNAMIC),
+    "64 swapped": Sm100(tile_m=64, swap_ab=True),
+    "16 swapped in pairs": Sm100(tile_m=16, swap_ab=True, stages=3),
+    "32 swapped in pairs": Sm100(tile_m=32, swap_ab=True, schedule=Schedule.DYNAMIC),
+    "128": Sm100(),
+    "256 on demand": Sm100(tile_n=256, schedule=Schedule.DYNAMIC),
+    "256 by two CTAs": Sm100(tile_n=256, cluster_m=2, mma_ctas=2, schedule=Schedule.DYNAMIC),
+}
+
+TOLERANCE = {1: 1e-4, 2: 1e-7}
+"""calc_diff to the model, by terms: a value that is another FP8 number there counts for one term's
+rounding, of the second term on top for less than a sixteenth of it."""
 
 
 def use_target(monkeypatch, target: str) -> None:
@@ -100,6 +138,49 @@ def layer_inputs(
         fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
         fp8(e, h, i), torch.randn(e, h // 128, i // 128), offset, scaling,
     )  # fmt: skip
+
+
+def configs_of(target: str, name: str, terms: int = 1) -> tuple[Any, Any]:
+    """Return the configs of both GEMMs by a name of HOPPER or BLACKWELL; of "192 gathered" GEMM1
+    gathers its rows."""
+    if target == "sm_90a":
+        first, second = HOPPER[name.replace("gathered", "on demand")]
+        first = dataclasses.replace(first.with_swiglu(terms), gathers="gathered" in name)
+    else:
+        second = BLACKWELL[name]
+        first = second.with_swiglu(terms, "pairs" in name)
+    return first, dataclasses.replace(second, terms=terms)
+
+
+def inputs_of(tokens: int, offset: int) -> MoeInputs:
+    bias = torch.zeros(SHAPE.num_experts)
+    bias[7] = 2.0  # one full expert, others with a few rows or none
+    return layer_inputs(SHAPE, tokens, bias.bfloat16(), offset, 2.5)
+
+
+def odd_tokens(tokens: int, hidden: int) -> torch.Tensor:
+    """Blocks of every magnitude, of zeros of both signs, with a NaN, with infinities; of some the
+    largest value is 448 times a power of two."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, hidden).bfloat16()
+    blocks = x.view(-1, 128)
+    blocks[8::14, 9] = 28.0
+    exponents = torch.linspace(-133, 127, len(blocks))
+    blocks *= torch.exp2(exponents.round()).bfloat16().unsqueeze(1)
+    blocks.nan_to_num_(posinf=1e38, neginf=-1e38)
+    blocks[::7] = 0
+    blocks[::14, ::2] = -0.0
+    blocks[1::7, 5] = -0.0
+    blocks[3, 17], blocks[4, 18], blocks[5, 19] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if the bits are equal; any NaN equals any other."""
+    a32, b32 = a.float(), b.float()
+    numbers = torch.equal(a32.isnan(), b32.isnan())
+    ours, theirs = (x.nan_to_num(nan=0.0) for x in (a32, b32))
+    return numbers and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 def fused_output(

@@ -1,0 +1,37 @@
+"""A layer of a small geometry and its inputs, as a user has them."""
+
+import torch
+from bruteforce import TINY as SHAPE
+from moe_fp8 import reference
+from moe_fp8.call import MoeInputs
+from moe_fp8.reference import quantise_blocks, quantise_rows
+
+ROUTING = {"n_group": 4, "topk_group": 2, "top_k": 3}
+PLAIN = (None, 1.0, 0.0, False)
+"""Limit, alpha and beta of the activation, `ue8m0`: the operators' arguments before the output."""
+
+
+def tensors_of(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+    return (
+        random(tokens, SHAPE.num_experts),
+        random(SHAPE.num_experts).bfloat16(),
+        *quantise_rows(random(tokens, h)),
+        *quantise_blocks(random(e, 2 * i, h)),
+        *quantise_blocks(random(e, h, i)),
+    )
+
+
+def wanted_of(tensors: tuple[torch.Tensor, ...], offset: int, scaling: float, terms: int = 1):
+    out = torch.empty(tensors[2].shape, dtype=torch.bfloat16)
+    reference.fused(MoeInputs(*tensors, offset, scaling), out, SHAPE, terms=terms)
+    return out
+
+
+OPERATOR_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+"""Not `test_schema`: torch compares no float8 tensors."""
