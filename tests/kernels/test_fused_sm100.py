@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from markers import backends
 from moe_fp8 import reference
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
@@ -14,7 +15,7 @@ from ptxemu.testing import replace
 
 from scripts.common.metrics import calc_diff
 
-pytestmark = pytest.mark.all
+pytestmark = [pytest.mark.all, backends("emulator")]
 HOPPER = HopperConfig(tile_m=64, stages=3)
 
 
