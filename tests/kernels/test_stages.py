@@ -1,8 +1,13 @@
-"""The permute, the activation and the combine kernel as compiled for both architectures."""
+"""The stages around the GEMMs: the reference model against plain loops and in the corners of its
+arithmetic, and the kernels as compiled for both architectures."""
 
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
+import bruteforce
 import cutlass.cute as cute
+import numpy as np
 import pytest
 import torch
 from cuda.bindings import driver as cuda
@@ -16,40 +21,136 @@ from moe_fp8.kernels.swiglu import compile_swiglu_quant, divide
 from problems import FP8, UNTOUCHED, fp8
 from ptxemu import MODES
 
-pytestmark = backends("emulator")
-TARGET = ""
-"""The target of a test's kernels."""
+pytestmark = backends("cpu", "emulator")
+emulated = backends("emulator")
+on_cpu = backends("cpu")
 INTERMEDIATE = 384
 NAN = 0x7F  # of e4m3
+BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True, params=["sm_90a", *more("sm_100a")])
-def target(request, monkeypatch):
-    """Tests do not name a target: these kernels are the same for all architectures."""
-    monkeypatch.setitem(globals(), "TARGET", request.param)
+class Stages(NamedTuple):
+    """The stages as functions of tensors: the reference's on the CPU, compiled ones in the
+    emulator, where no test leaves a hazard."""
+
+    permute: Callable[..., None]
+    swiglu_quant: Callable[..., None]
+    combine: Callable[..., None]
 
 
-def run_swiglu(g: torch.Tensor, rows: int | None = None, ctas: int = 3):
-    """Run SwiGLU on the first `rows` rows; the outputs start as NaN."""
-    rows = g.shape[0] if rows is None else rows
-    m_indptr = torch.tensor([0, rows], dtype=torch.int32)
-    q, scale = empty_swiglu(g)
-    compile_swiglu_quant(q.shape[1], TARGET)(g, q, scale, m_indptr, ctas)
-    assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
-    return q[:rows], scale[:, :rows]
+@pytest.fixture(params=["sm_90a", *more("sm_100a")])
+def target(request) -> str:
+    """The kernels are the same for all architectures."""
+    return request.param
 
 
-def expected_swiglu(g: torch.Tensor, rows: int | None = None):
-    rows = g.shape[0] if rows is None else rows
-    q, scale = empty_swiglu(g)
-    reference.swiglu_quant(g, q, scale, torch.tensor([rows], dtype=torch.int32))
-    return q[:rows], scale[:, :rows]
+@pytest.fixture
+def stages(backend, target, request) -> Stages:
+    if backend.name == "cpu":
+        return Stages(reference.permute, reference.swiglu_quant, reference.combine)
+    emulator = request.getfixturevalue("emulator")
+
+    def permute(x, x_scale, pair_row, a, a_scale) -> None:
+        kernel = compile_permute(x.shape[1], pair_row.shape[1], target)
+        kernel(x, x_scale, pair_row, a, a_scale, None)
+        assert emulator.reports[-1].hazards == []
+
+    def swiglu_quant(g, q, scale, m_indptr) -> None:
+        compile_swiglu_quant(q.shape[1], target)(g, q, scale, m_indptr, 3)
+        assert emulator.reports[-1].hazards == []
+
+    def combine(o, pair_row, weights, out) -> None:
+        kernel = compile_combine(out.shape[1], pair_row.shape[1], target)
+        kernel(o, pair_row, weights, out, min(len(out), 2))
+        assert emulator.reports[-1].hazards == []
+
+    return Stages(permute, swiglu_quant, combine)
 
 
-def empty_swiglu(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, intermediate = g.shape[0], g.shape[1] // 2
-    q = torch.full((rows, intermediate), torch.nan).to(FP8)
-    return q, torch.full((intermediate // 128, rows), torch.nan)
+# --- permute --------------------------------------------------------------------------------------
+
+
+def run_permute(permute, x, x_scale, pair_row, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Permute into buffers of NaN."""
+    a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
+    a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
+    permute(x, x_scale, pair_row, a, a_scale)
+    return a.view(torch.uint8), a_scale
+
+
+def test_permute_puts_a_token_at_the_rows_of_its_pairs(stages):
+    x, x_scale = fp8(4, 256), torch.randn(2, 4)
+    pair_row = torch.tensor([[5, -1, 0], [-1, -1, -1], [2, 3, 7], [-1, 8, -1]], dtype=torch.int32)
+    a, a_scale = run_permute(stages.permute, x, x_scale, pair_row, 10)
+    token_of_row = {5: 0, 0: 0, 2: 2, 3: 2, 7: 2, 8: 3}
+    for row in range(10):
+        if row in token_of_row:
+            assert torch.equal(a[row], x.view(torch.uint8)[token_of_row[row]])
+            assert torch.equal(a_scale[:, row], x_scale[:, token_of_row[row]])
+        else:
+            assert (a[row] == NAN).all() and a_scale[:, row].isnan().all()
+
+
+# Not a multiple of what a CTA copies at once, exactly one, and more than one of it.
+@emulated
+@pytest.mark.parametrize("hidden", [384, 1024, 9216])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_permute(tokens, hidden, stages, mode):
+    torch.manual_seed(tokens + hidden)
+    top_k, rows = 3, 31  # odd, with gaps, more rows than pairs
+    x, x_scale = fp8(tokens, hidden), torch.randn(hidden // 128, tokens)
+    pair_row = torch.full((tokens * top_k,), -1, dtype=torch.int32)
+    local = torch.randperm(tokens * top_k)[: tokens * 2]  # some tokens get 0 rows, some 1, 2, 3
+    pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
+    pair_row = pair_row.view(tokens, top_k)
+    a, a_scale = run_permute(stages.permute, x, x_scale, pair_row, rows)
+    expected_a, expected_scale = run_permute(reference.permute, x, x_scale, pair_row, rows)
+    assert torch.equal(a, expected_a)
+    assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
+    unnamed = sorted(set(range(rows)) - set(pair_row.flatten().tolist()))
+    assert len(unnamed) == rows - 2 * tokens
+    assert (a[unnamed] == NAN).all() and a_scale[:, unnamed].isnan().all()
+
+
+@emulated
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_permute_of_hardly_a_pair(pairs, stages, mode):
+    """None, and one at row 0."""
+    pair_row = torch.full((5, 8), -1, dtype=torch.int32)
+    pair_row[3, :pairs] = 0
+    x, x_scale = fp8(5, 512), torch.randn(4, 5)
+    a, a_scale = run_permute(stages.permute, x, x_scale, pair_row, 12)
+    assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
+    assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
+    assert (a[pairs:] == NAN).all() and a_scale[:, pairs:].isnan().all()
+
+
+@emulated
+def test_permute_to_a_row_past_32_bits(stages):
+    """The many rows before it take no memory, because nothing touches them."""
+    hidden, row = 512, 2**31 // 512 + 1
+    x, x_scale = fp8(2, hidden), torch.randn(4, 2)
+    pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
+    a = torch.empty(row + 1, hidden, dtype=torch.uint8).view(FP8)
+    a_scale = torch.empty(4, row + 1)
+    stages.permute(x, x_scale, pair_row, a, a_scale)
+    assert torch.equal(a.view(torch.uint8)[row], x.view(torch.uint8)[0])
+    assert torch.equal(a_scale[:, row], x_scale[:, 0])
+
+
+# --- activation -----------------------------------------------------------------------------------
+
+
+def quantise(swiglu_quant, g: torch.Tensor, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the rows up to the last number, or all. The outputs start as NaN."""
+    intermediate = g.shape[1] // 2
+    q = torch.full((len(g), intermediate), torch.nan).to(FP8)
+    scale = torch.full((intermediate // 128, len(g)), torch.nan)
+    m_indptr = torch.tensor([0, *(rows or [len(g)])], dtype=torch.int32)
+    swiglu_quant(g, q, scale, m_indptr)
+    end = int(m_indptr[-1])
+    assert (q.view(torch.uint8)[end:] == NAN).all() and scale[:, end:].isnan().all()
+    return q[:end], scale[:, :end]
 
 
 def check_swiglu(got, expected) -> None:
@@ -62,51 +163,155 @@ def check_swiglu(got, expected) -> None:
 
 
 # A part of the scale blocks of a CTA, exactly those of one, and more than those of two.
+@emulated
 @pytest.mark.parametrize(
     ("rows", "intermediate"),
     [(1, INTERMEDIATE), (17, INTERMEDIATE), (65, INTERMEDIATE), (3, 1024), (3, 2176)],
 )
-def test_swiglu_quant(rows, intermediate, mode, emulator):
+def test_swiglu_quant(rows, intermediate, stages, mode):
     torch.manual_seed(rows)
     g = (torch.randn(rows, 2 * intermediate) * 10).bfloat16()
-    check_swiglu(run_swiglu(g), expected_swiglu(g))
-    assert emulator.reports[-1].hazards == []
+    check_swiglu(quantise(stages.swiglu_quant, g), quantise(reference.swiglu_quant, g))
 
 
 @pytest.mark.parametrize(("rows", "ctas"), [(0, 3), (1, 1), (1, 40), (5, 3), (6, 3), (29, 4)])
-def test_swiglu_quant_stops_at_the_row_count(rows, ctas, mode, emulator):
+def test_swiglu_quant_stops_at_the_row_count(rows, ctas, backend, target, mode, request):
     """The count is on the device; what follows are NaN, which must not even be copied."""
     torch.manual_seed(rows)
-    g = (torch.randn(rows, 2 * INTERMEDIATE) * 10).bfloat16()
-    m_indptr = torch.tensor([0, 99, rows], dtype=torch.int32)
-    q = torch.full((40, INTERMEDIATE), torch.nan).to(FP8)
-    scale = torch.full((INTERMEDIATE // 128, 40), torch.nan)
     bound = torch.full((40, 2 * INTERMEDIATE), torch.nan).bfloat16()
-    bound[:rows] = g
-    compile_swiglu_quant(INTERMEDIATE, TARGET)(bound, q, scale, m_indptr, ctas)
-    assert (q.view(torch.uint8)[rows:] == NAN).all() and scale[:, rows:].isnan().all()
-    check_swiglu((q[:rows], scale[:, :rows]), expected_swiglu(g))
-    assert emulator.reports[-1].hazards == []
+    bound[:rows] = g = (torch.randn(rows, 2 * INTERMEDIATE) * 10).bfloat16()
+    function = reference.swiglu_quant
+    if backend.name == "emulator":
+
+        def function(*tensors) -> None:
+            compile_swiglu_quant(INTERMEDIATE, target)(*tensors, ctas)
+            assert request.getfixturevalue("emulator").reports[-1].hazards == []
+
+    check_swiglu(quantise(function, bound, 99, rows), quantise(reference.swiglu_quant, g))
 
 
-def test_swiglu_quant_extremes(emulator):
-    torch.manual_seed(0)
-    g = torch.randn(6, 2 * INTERMEDIATE).bfloat16()
-    g[0] = 0
-    g[1, :128] = 0  # one block of zeros
-    g[2] *= 1e15
-    g[3] *= 1e-18
-    g[4, INTERMEDIATE:] = -300  # silu underflows to -0
-    g[5, INTERMEDIATE:] = 300  # silu is the identity
-    (q, scale), (expected_q, expected_scale) = run_swiglu(g), expected_swiglu(g)
-    torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
-    assert (scale[:, 0] == 1).all() and scale[0, 1] == 1
-    torch.testing.assert_close(q.float(), expected_q.float(), rtol=0.13, atol=0.01)
-    assert q.float().isfinite().all()
-    assert emulator.reports[-1].hazards == []
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 30.0, 1e5])
+def test_swiglu_quant_against_brute_force(magnitude, stages):
+    generator = torch.Generator().manual_seed(1)
+    g = (magnitude * torch.randn(19, 512, generator=generator)).to(BF16)
+    q, q_scale = quantise(stages.swiglu_quant, g)
+    wanted_q, wanted_scale = bruteforce.swiglu_quant(g.double().numpy())
+    torch.testing.assert_close(q_scale.double(), torch.from_numpy(wanted_scale), rtol=1e-5, atol=0)
+    got, wanted = (bruteforce.E4M3[codes] for codes in (q.view(torch.uint8).numpy(), wanted_q))
+    # A value within float32's error of the middle between two FP8 values may go either way.
+    assert (got == wanted).mean() > 0.999
+    assert (np.abs(got - wanted) <= 0.0626 * np.abs(wanted) + 2.0**-9).all()
 
 
-def test_swiglu_quant_divides_by_the_scale(emulator):
+def test_up_comes_first_and_gate_goes_through_silu(stages):
+    g = torch.zeros(1, 256, dtype=BF16)
+    g[0, 0], g[0, 128] = 3.0, -1.0  # up, gate
+    q, q_scale = quantise(stages.swiglu_quant, g)
+    assert float(q[0, 0]) == -448.0
+    silu = -1 / (1 + np.exp(1.0))
+    assert float(q_scale[0, 0]) * -448 == pytest.approx(3 * silu, rel=1e-6)
+
+
+def dequantised(q: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
+    rows, intermediate = q.shape
+    return (
+        q.double().view(rows, intermediate // 128, 128) * q_scale.double().t().unsqueeze(-1)
+    ).view(rows, intermediate)
+
+
+def test_zero_block_has_scale_one_and_stays_zero(stages):
+    g = torch.ones(2, 512, dtype=BF16)
+    g[1, 128:256] = 0  # up of the second block of the second row
+    q, q_scale = quantise(stages.swiglu_quant, g)
+    assert q_scale[1, 1] == 1.0 and (q[1, 128:].float() == 0).all()
+    assert (q_scale[0] < 1).all() and (q[0].float() != 0).all() and (q[1, :128].float() != 0).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_huge_values(sign, stages):
+    """Near the end of float32: finite, and right to FP8's precision."""
+    g = torch.full((1, 256), 1e19).to(BF16)
+    g[0, :128] *= sign
+    q, q_scale = quantise(stages.swiglu_quant, g)
+    exact = float(g[0, 0]) * float(g[0, 128])
+    assert (q.float() == sign * 448).all()
+    torch.testing.assert_close(
+        dequantised(q, q_scale), torch.full((1, 128), exact, dtype=torch.float64)
+    )
+
+
+def test_large_negative_gate_is_zero_not_nan(stages):
+    g = torch.full((1, 256), -1e30).to(BF16)
+    q, q_scale = quantise(stages.swiglu_quant, g)
+    assert (q.float() == 0).all() and q_scale[0, 0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("up", "gate"),
+    # The last makes c 667 units of float32's last place and the scale 1 of them: 667 > 448.
+    [(1e-38, 1e-3), (1e-39, 1e-3), (1e-40, 1e-3), (2.0**-126, 1.59e-4)],
+)
+def test_subnormal_blocks_stay_finite(up, gate, stages):
+    """Scales that are subnormal, or would be zero, give no NaN."""
+    g = torch.zeros(1, 256)
+    g[0, 0:128:2] = up  # every other value is zero: 0/0 where the scale is
+    g[0, 128:] = gate
+    q, q_scale = quantise(stages.swiglu_quant, g.to(BF16))
+    assert q.float().isfinite().all() and (q_scale > 0).all()
+    assert (q.float().abs() <= 448).all()
+    c = torch.nn.functional.silu(g.to(BF16).double()[:, 128:]) * g.to(BF16).double()[:, :128]
+    assert (dequantised(q, q_scale) - c).abs().max() <= 1e-42
+
+
+def test_scale_that_underflows_to_zero_is_one(stages):
+    g = torch.zeros(1, 256)
+    g[0, 0], g[0, 128:] = 1e-38, 2e-5  # c = 1e-43 > 0, and 1e-43 / 448 is 0 in float32
+    q, q_scale = quantise(stages.swiglu_quant, g.to(BF16))
+    assert q_scale[0, 0] == 1.0 and (q.float() == 0).all()
+
+
+def test_rounding_is_to_nearest_even_and_saturates(stages):
+    """Scale 1 exactly (amax 448): values between FP8 neighbours, ties and 448 itself."""
+    values = torch.tensor([448.0, -448.0, 17.0, 19.0, 432.0, 0.0029296875, 2.0**-10, 3 * 2.0**-10])
+    wanted = [448.0, -448.0, 16.0, 20.0, 448.0, 0.00390625, 0.0, 2.0**-8]
+    g = torch.zeros(1, 256)
+    # silu(x) is x where x is large: a gate of 64 and an up of value/64 give the value exactly.
+    g[0, : len(values)], g[0, 128:] = values / 64, 64.0
+    assert torch.equal(g.to(BF16).float(), g)
+    q, q_scale = quantise(stages.swiglu_quant, g.to(BF16))
+    assert q_scale[0, 0] == 1.0
+    assert q[0, : len(values)].float().tolist() == wanted
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("half", ["up", "gate"])
+def test_a_value_that_is_not_finite_stays_in_its_block(bad, half, stages):
+    """A NaN takes no part in the scale; with an infinite one the block's other values vanish."""
+    generator = torch.Generator().manual_seed(3)
+    g = torch.randn(2, 512, generator=generator).to(BF16)
+    clean_q, clean_scale = quantise(stages.swiglu_quant, g)
+    column = 5 + (256 if half == "gate" else 0)
+    g[1, column] = bad
+    q, q_scale = quantise(stages.swiglu_quant, g)
+    silu_of_minus_infinity = half == "gate" and bad == -torch.inf  # -inf * 0: NaN
+    got, own = q.float(), torch.zeros(2, 256, dtype=torch.bool)
+    own[1, :128] = True
+    assert torch.equal(got[~own], clean_q.float()[~own])
+    assert got[1, 5].isnan(), "the next GEMM must not lose it"
+    others = torch.arange(128) != 5
+    if bad != bad or silu_of_minus_infinity:
+        without = g.clone()
+        without[1, column] = 0.0
+        expected_q, expected_scale = quantise(stages.swiglu_quant, without)
+        assert torch.equal(got[1, :128][others], expected_q.float()[1, :128][others])
+        assert torch.equal(q_scale, expected_scale)
+    else:
+        assert q_scale[0, 1] == torch.inf and (got[1, :128][others] == 0).all()
+    q_scale[0, 1] = clean_scale[0, 1]
+    assert torch.equal(q_scale, clean_scale), "no other block has anything to do with it"
+
+
+def test_swiglu_quant_divides_by_the_scale(stages):
     """Values on the middle between two FP8 values, which go to the even one; multiplied by a
     rounded 1 / scale some of them fall beside it."""
     middles = torch.arange(17, 32, 2) / 16  # of e4m3's steps from 1 to 2
@@ -115,7 +320,7 @@ def test_swiglu_quant_divides_by_the_scale(emulator):
     g[:, :8], g[:, 8] = middles, 448
     g[:, INTERMEDIATE:] = scales.unsqueeze(1)
     assert torch.equal(g.bfloat16().float(), g)
-    q, scale = run_swiglu(g.bfloat16())
+    q, scale = quantise(stages.swiglu_quant, g.bfloat16())
     assert torch.equal(scale[0], scales)
     wanted = middles.to(FP8).float().expand(len(scales), -1)
     assert torch.equal(q[:, :8].float(), wanted)
@@ -145,7 +350,8 @@ class Divide:
             values[i] = value[0]
 
 
-def test_divide_is_the_division_that_fp8_sees(emulator):
+@emulated
+def test_divide_is_the_division_that_fp8_sees(target, emulator):
     """The same float32 where FP8 does not round to zero, and the same zero where it does."""
     torch.manual_seed(5)
     count = 1 << 15
@@ -159,7 +365,7 @@ def test_divide_is_the_division_that_fp8_sees(emulator):
     values[7:9] = torch.tensor([torch.nan, -torch.inf])
     wanted, got = values / scales, values.clone()
     number = Tensor(Float32, (Extent("values"),), align=4)
-    compiled(Divide, (), (number, number), TARGET)(got, scales)
+    compiled(Divide, (), (number, number), target)(got, scales)
     seen = ~(wanted.abs() < 2.0**-20)
     assert seen.sum() > count // 3
     torch.testing.assert_close(got[seen], wanted[seen], rtol=0, atol=0, equal_nan=True)
@@ -167,148 +373,102 @@ def test_divide_is_the_division_that_fp8_sees(emulator):
     assert torch.equal(got[~seen].signbit(), wanted[~seen].signbit())
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_swiglu_quant_of_what_is_not_finite_is_the_models(bad, emulator):
-    torch.manual_seed(1)
-    g = torch.randn(3, 2 * INTERMEDIATE).bfloat16()
-    g[1, 130] = bad
-    (q, scale), (expected_q, expected_scale) = run_swiglu(g), expected_swiglu(g)
-    assert q[1, 130].float().isnan() and expected_q[1, 130].float().isnan()
-    assert bool(scale[1, 1].isfinite()) == (bad != torch.inf)
-    zeros = torch.tensor(0, dtype=torch.uint8).view(FP8)
-    q[1, 130] = expected_q[1, 130] = zeros
-    check_swiglu((q, scale), (expected_q, expected_scale))
+# --- combine --------------------------------------------------------------------------------------
 
 
-def run_permute(
-    function, x, x_scale, pair_row, rows: int, *by_row: None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Permute by `function` into buffers of NaN; the compiled one takes `by_row`, too."""
-    a = torch.full((rows, x.shape[1]), torch.nan).to(FP8)
-    a_scale = torch.full((x_scale.shape[0], rows), torch.nan)
-    function(x, x_scale, pair_row, a, a_scale, *by_row)
-    return a.view(torch.uint8), a_scale
+def test_combine_against_brute_force(stages):
+    generator = torch.Generator().manual_seed(2)
+    o = torch.randn(9, 1024, generator=generator).to(BF16)
+    pair_row = torch.tensor([[0, -1, 5], [-1, -1, -1], [8, 2, 3], [-1, 7, -1]], dtype=torch.int32)
+    weights = torch.randn(4, 3, generator=generator)
+    out = torch.full((4, 1024), torch.nan, dtype=BF16)
+    stages.combine(o, pair_row, weights, out)
+    wanted = np.zeros((4, 1024))
+    for t in range(4):
+        for s in range(3):
+            if pair_row[t, s] >= 0:
+                wanted[t] += float(weights[t, s]) * o[pair_row[t, s]].double().numpy()
+    torch.testing.assert_close(
+        out.double(), torch.from_numpy(bruteforce.round_bf16(wanted)), rtol=8e-3, atol=1e-6
+    )
+    assert (out[1] == 0).all()
 
 
-# Not a multiple of what a CTA copies at once, exactly one, and more than one of it.
-@pytest.mark.parametrize("hidden", [384, 1024, 9216])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_permute(tokens, hidden, mode, emulator):
-    torch.manual_seed(tokens + hidden)
-    top_k, rows = 3, 31  # odd, with gaps, more rows than pairs
-    x, x_scale = fp8(tokens, hidden), torch.randn(hidden // 128, tokens)
-    pair_row = torch.full((tokens * top_k,), -1, dtype=torch.int32)
-    local = torch.randperm(tokens * top_k)[: tokens * 2]  # some tokens get 0 rows, some 1, 2, 3
-    pair_row[local] = torch.randperm(rows)[: tokens * 2].int()
-    pair_row = pair_row.view(tokens, top_k)
-    kernel = compile_permute(hidden, top_k, TARGET)
-    a, a_scale = run_permute(kernel, x, x_scale, pair_row, rows, None)
-    expected_a, expected_scale = run_permute(reference.permute, x, x_scale, pair_row, rows)
-    assert torch.equal(a, expected_a)
-    assert torch.equal(a_scale.view(torch.int32), expected_scale.view(torch.int32))
-    unnamed = sorted(set(range(rows)) - set(pair_row.flatten().tolist()))
-    assert len(unnamed) == rows - 2 * tokens
-    assert (a[unnamed] == NAN).all() and a_scale[:, unnamed].isnan().all()
-    assert emulator.reports[-1].hazards == []
-
-
-@pytest.mark.parametrize("pairs", [0, 1])
-def test_permute_of_hardly_a_pair(pairs, mode, emulator):
-    """None, and one at row 0."""
-    pair_row = torch.full((5, 8), -1, dtype=torch.int32)
-    pair_row[3, :pairs] = 0
-    x, x_scale = fp8(5, 512), torch.randn(4, 5)
-    kernel = compile_permute(512, 8, TARGET)
-    a, a_scale = run_permute(kernel, x, x_scale, pair_row, 12, None)
-    assert torch.equal(a[:pairs], x.view(torch.uint8)[3:4][:pairs])
-    assert torch.equal(a_scale[:, :pairs], x_scale[:, 3:4][:, :pairs])
-    assert (a[pairs:] == NAN).all() and a_scale[:, pairs:].isnan().all()
-    assert emulator.reports[-1].hazards == []
-
-
-def test_permute_to_a_row_past_32_bits(emulator):
-    """The many rows before it take no memory, because nothing touches them."""
-    hidden, row = 512, 2**31 // 512 + 1
-    x, x_scale = fp8(2, hidden), torch.randn(4, 2)
-    pair_row = torch.tensor([[-1, row], [-1, -1]], dtype=torch.int32)
-    a = torch.empty(row + 1, hidden, dtype=torch.uint8).view(FP8)
-    a_scale = torch.empty(4, row + 1)
-    compile_permute(hidden, 2, TARGET)(x, x_scale, pair_row, a, a_scale, None)
-    assert torch.equal(a.view(torch.uint8)[row], x.view(torch.uint8)[0])
-    assert torch.equal(a_scale[:, row], x_scale[:, 0])
-    assert emulator.reports[-1].hazards == []
-
-
-def test_combine_of_a_row_past_32_bits(emulator):
-    hidden, row = 1024, 2**31 // 1024 + 1
-    o = torch.empty(row + 1, hidden, dtype=torch.bfloat16)
-    o[row] = torch.randn(hidden).bfloat16()
-    pair_row = torch.tensor([[row, -1]], dtype=torch.int32)
-    out = torch.full((1, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(hidden, 2, TARGET)(o, pair_row, torch.tensor([[2.0, 5.0]]), out, 1)
-    assert torch.equal(out[0], 2 * o[row])
-    assert emulator.reports[-1].hazards == []
-
-
-def test_combine_sums_slots_in_order(mode, emulator):
+def test_combine_sums_slots_in_order(stages, mode):
     """2**30 + 1 is 2**30 in float32, so every order of these three gives another sum."""
-    hidden = 1024
     values = torch.tensor([2.0**30, -(2.0**30), 1.0])
-    o = values.unsqueeze(1).expand(3, hidden).bfloat16().contiguous()
+    o = values.unsqueeze(1).expand(3, 1024).bfloat16().contiguous()
     pair_row = torch.tensor([[0, 1, 2], [2, 0, 1], [0, 2, 1]], dtype=torch.int32)
-    out = torch.full((3, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(hidden, 3, TARGET)(o, pair_row, torch.ones(3, 3), out, 2)
+    out = torch.full((3, 1024), UNTOUCHED, dtype=BF16)
+    stages.combine(o, pair_row, torch.ones(3, 3), out)
     assert out[:, 0].tolist() == [1.0, 0.0, 0.0] and (out == out[:, :1]).all()
 
 
-def test_combine_rounds_a_product_with_its_sum(emulator):
+def test_combine_reads_no_row_that_no_pair_names(stages):
+    o = torch.full((3, 1024), torch.nan).to(BF16)
+    o[1] = 2.0
+    out = torch.empty(2, 1024, dtype=BF16)
+    rows = torch.tensor([[-1, 1], [-1, -1]], dtype=torch.int32)
+    stages.combine(o, rows, torch.tensor([[torch.nan, 0.5], [torch.nan, torch.nan]]), out)
+    assert (out[0] == 1).all() and (out[1] == 0).all()
+
+
+@emulated
+def test_combine_of_a_row_past_32_bits(stages):
+    hidden, row = 1024, 2**31 // 1024 + 1
+    o = torch.empty(row + 1, hidden, dtype=BF16)
+    o[row] = torch.randn(hidden).bfloat16()
+    pair_row = torch.tensor([[row, -1]], dtype=torch.int32)
+    out = torch.full((1, hidden), UNTOUCHED, dtype=BF16)
+    stages.combine(o, pair_row, torch.tensor([[2.0, 5.0]]), out)
+    assert torch.equal(out[0], 2 * o[row])
+
+
+@emulated
+def test_combine_rounds_a_product_with_its_sum(stages):
     """2**-30 is what is left of a product of 1 + 2**-7 + 2**-23 + 2**-30, less its float32."""
-    o = torch.ones(2, 1024, dtype=torch.bfloat16)
+    o = torch.ones(2, 1024, dtype=BF16)
     o[0], o[1] = -1.0, 1 + 2**-7
     weights = torch.tensor([[1 + 2**-7 + 2**-23, 1 + 2**-23]])
-    out = torch.full((1, 1024), UNTOUCHED, dtype=torch.bfloat16)
-    compile_combine(1024, 2, TARGET)(o, torch.tensor([[0, 1]], dtype=torch.int32), weights, out, 1)
+    out = torch.full((1, 1024), UNTOUCHED, dtype=BF16)
+    stages.combine(o, torch.tensor([[0, 1]], dtype=torch.int32), weights, out)
     assert (out == 2**-30).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 70])  # 35 a CTA: a lane looks at two of them
-def test_combine(tokens, mode, emulator):
-    torch.manual_seed(tokens)
-    hidden, top_k, rows = 1280, 8, 23
-    o = torch.randn(rows, hidden).bfloat16()
-    pair_row = torch.randint(-1, rows, (tokens, top_k), dtype=torch.int32)
-    pair_row[0] = -1
-    weights = torch.rand(tokens, top_k)
-    out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    expected = torch.empty_like(out)
-    compile_combine(hidden, top_k, TARGET)(o, pair_row, weights, out, min(tokens, 2))
-    reference.combine(o, pair_row, weights, expected)
-    assert not out[0].any()
-    torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
-    assert emulator.reports[-1].hazards == []
-
-
-def test_combine_of_float32_rows(mode, emulator):
-    """GEMM2 of hifi stores such rows. The nine tokens of one CTA fill its ring more than twice."""
-    torch.manual_seed(9)
-    hidden, top_k, rows, tokens = 1280, 8, 23, 9
-    o, weights = torch.randn(rows, hidden), torch.rand(tokens, top_k)
-    pair_row = torch.randint(-1, rows, (tokens, top_k), dtype=torch.int32)
-    pair_row[0] = -1
-    assert (pair_row >= 0).sum() > 2 * COMBINE_STAGES
-    out = torch.full((tokens, hidden), UNTOUCHED, dtype=torch.bfloat16)
-    expected = torch.empty_like(out)
-    of_tokens = Extent("tokens")
+def combine_of_float32(target: str) -> Callable[..., None]:
+    """Return the combine of hifi, on one CTA: its GEMM2 stores rows in float32."""
+    tokens = Extent("tokens")
     arguments = (
-        Tensor(Float32, (Extent("rows"), hidden)),
-        Tensor(Int32, (of_tokens, top_k)),
-        Tensor(Float32, (of_tokens, top_k)),
-        Tensor(BFloat16, (of_tokens, hidden)),
+        Tensor(Float32, (Extent("rows"), 1280)),
+        Tensor(Int32, (tokens, 8)),
+        Tensor(Float32, (tokens, 8)),
+        Tensor(BFloat16, (tokens, 1280)),
         Scalar(Int32),
     )
-    combine = compiled(Combine, (hidden, top_k, Float32), arguments, TARGET)
-    combine(o, pair_row, weights, out, 1)
+    kernel = compiled(Combine, (1280, 8, Float32), arguments, target)
+    return lambda *tensors: kernel(*tensors, 1)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    # 35 tokens a CTA: a lane looks at two of them; 9: one CTA's ring is filled more than twice.
+    [(1, BF16), (5, BF16), (70, BF16), (9, torch.float32)],
+)
+def test_combine(tokens, dtype, stages, target, mode, emulator):
+    torch.manual_seed(tokens)
+    o, weights = torch.randn(23, 1280).to(dtype), torch.rand(tokens, 8)
+    pair_row = torch.randint(-1, 23, (tokens, 8), dtype=torch.int32)
+    pair_row[0] = -1
+    out = torch.full((tokens, 1280), UNTOUCHED, dtype=BF16)
+    expected = torch.empty_like(out)
+    combine = stages.combine
+    if dtype is torch.float32:
+        assert (pair_row >= 0).sum() > 2 * COMBINE_STAGES
+        combine = combine_of_float32(target)
+    combine(o, pair_row, weights, out)
     reference.combine(o, pair_row, weights, expected)
+    assert not out[0].any()
     torch.testing.assert_close(out.float(), expected.float(), rtol=8e-3, atol=1e-6)
     assert emulator.reports[-1].hazards == []
 
@@ -332,9 +492,10 @@ COMBINE_MUTATIONS = {
 }
 
 
+@emulated
 @pytest.mark.all
 @pytest.mark.parametrize("name", COMBINE_MUTATIONS)
-def test_a_broken_ring_of_the_combine_is_noticed(name, emulator):
+def test_a_broken_ring_of_the_combine_is_noticed(name, target, emulator):
     pattern, replacement, role = COMBINE_MUTATIONS[name]
     torch.manual_seed(3)
     o, weights = torch.randn(23, 1024).bfloat16(), torch.rand(9, 8)
@@ -355,7 +516,7 @@ def test_a_broken_ring_of_the_combine_is_noticed(name, emulator):
         emulator.options.mode = mode
         out = torch.full((9, 1024), UNTOUCHED, dtype=torch.bfloat16)
         try:
-            compile_combine(1024, 8, TARGET)(o, pair_row, weights, out, 1)
+            compile_combine(1024, 8, target)(o, pair_row, weights, out, 1)
         except emulator.EmulationError:
             return True
         return bool(emulator.reports[-1].hazards) or not torch.allclose(
