@@ -2,19 +2,25 @@
 fused layer's two."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import sys
 from typing import Any
 
+import gemm_configs as known
 import pytest
-from moe_fp8.call import MoeShape
+from gemm_configs import COMPILED
+from moe_fp8.call import MoeShape, Swiglu
 from moe_fp8.kernels import heuristic_sm100 as sm100
+from moe_fp8.kernels.architectures import ARCHITECTURES
+from moe_fp8.kernels.configs import SMEM_BYTES, TMEM_COLUMNS, LayerRules
 from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
-from moe_fp8.kernels.configs import LayerRules
-from moe_fp8.kernels.gemm_load import GatheredRows
+from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
+from moe_fp8.kernels.gemm_load import GatheredRows, GemmLoad
+from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
 from moe_fp8.kernels.heuristic_sm90 import (
     EVEN,
     FEW_ROWS,
@@ -27,6 +33,8 @@ from moe_fp8.kernels.heuristic_sm90 import (
     UNEVEN,
     choose,
 )
+from moe_fp8.kernels.swiglu import Activation
+from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
@@ -105,6 +113,36 @@ def test_a_wave_is_a_tile_for_every_multiprocessor():
 
 def test_few_uneven_tiles_are_not_paired():
     assert choose(128, 7168, 2048, experts=1).cluster_m == 1
+
+
+def test_thresholds_of_blackwell():
+    assert [sm100.choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
+    limits = [rows for rows, _ in sm100.FEW_ROWS + sm100.UNEVEN]
+    assert limits == [10, 20, 95, 150]
+    configs = [*(config for _, config in sm100.FEW_ROWS + sm100.UNEVEN), sm100.LARGEST]
+    for i, rows in enumerate(limits):
+        assert sm100.choose(rows, 4096, 7168) == configs[i]
+        assert sm100.choose(rows * 1.0001, 4096, 7168, even=True) == configs[i + 1]
+    assert sm100.choose(503, 7168, 2048, terms=2) == dataclasses.replace(sm100.LARGEST, terms=2)
+    one_wave, two = (sm100.choose(100, tiles * 128, 2048, experts=1) for tiles in (148, 149))
+    assert one_wave == sm100.ONE_WAVE[1] != two
+
+
+def test_tiles_of_one_wave_are_not_made_larger_on_blackwell():
+    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more. Two CTAs share
+    an MMA where both have rows."""
+
+    def pick(rows: int, experts: int | None = None) -> BlackwellConfig:
+        return sm100.choose(rows, 4096, 7168, experts=experts)
+
+    pair, single = sm100.ONE_WAVE
+    wide = sm100.UNEVEN[1][1]
+    assert (pair.mma_ctas, single) == (2, sm100.UNEVEN[0][1])
+    assert pick(128, experts=4) == single
+    assert pick(128, experts=5) == pick(129, experts=4) == pick(128) == wide
+    assert pick(129, experts=2) == pick(512, experts=1) == pair
+    assert pick(513, experts=1) == pick(151, experts=3) == sm100.LARGEST
+    assert pick(4, experts=1).swap_ab
 
 
 # --- the fused layer's configs --------------------------------------------------------------------
@@ -188,3 +226,127 @@ def test_the_layer_s_bounds_are_the_measured_ones():
         gathered=512, larger=(10, 24),
     )  # fmt: skip
     assert sm100.LAYER == LayerRules(stages=0, one_wave=4, whole_waves=16)
+
+
+# --- legal configs, and what follows from them ---
+
+PAIR = {"mma_ctas": 2, "cluster_m": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (GemmConfig, {"tile_m": 96}, r"tile_m=96: .*\(64, 128, 192\)"),
+        (GemmConfig, {"tile_m": 8}, "tile_m=8: .* without swap_ab"),
+        (GemmConfig, {"tile_m": 24, "swap_ab": True}, "tile_m=24: .* with swap_ab"),
+        (GemmConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128\)"),
+        (GemmConfig, {"quantises": 1, "tile_n": 64}, r"tile_n=64: .*\(128,\) .* quantises=1"),
+        (GemmConfig, {"quantises": 1}, r"cluster 1x1, .*: expected clusters \(1, 2\)"),
+        (GemmConfig, {"tile_m": 192, "overlap": True}, "192 accumulator registers"),
+        (GemmConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
+        (GemmConfig, {"cluster_m": 2, "cluster_n": 2}, r"cluster \(2, 2\)"),
+        (GemmConfig, {"stages": 1}, "stages=1"),
+        (GemmConfig, {"stages": -2}, "stages=-2"),
+        (GemmConfig, {"stages": 9}, r"needs \d+ bytes .* 232448"),
+        (BlackwellConfig, {"tile_m": 64}, r"tile_m=64: .*\(128,\) without swap_ab"),
+        (BlackwellConfig, {"tile_m": 8, "swap_ab": True}, r"tile_m=8: .*\(16, 32, 64\)"),
+        (BlackwellConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128, 256\)"),
+        (BlackwellConfig, {"tile_m": 16, "tile_n": 64, "swap_ab": True}, r"tile_n=64: .*\(128,\)"),
+        (BlackwellConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
+        (BlackwellConfig, {"mma_ctas": 3}, r"mma_ctas=3: .*\(1, 2\)"),
+        (BlackwellConfig, {"mma_ctas": 2}, r"mma_ctas=2: .* not \(1, 1\)"),
+        (BlackwellConfig, {"mma_ctas": 2, "cluster_n": 2}, r"mma_ctas=2: .* not \(1, 2\)"),
+        (BlackwellConfig, PAIR | {"tile_m": 16, "swap_ab": True}, "mma_ctas=2: .* with swap_ab"),
+        (BlackwellConfig, {"terms": 3}, r"terms=3: .*\(1, 2\)"),
+        (BlackwellConfig, {"quantises": 3, "tile_n": 256}, r"quantises=3: .*\(0, 1, 2\)"),
+        (BlackwellConfig, {"quantises": 1}, r"tile_n=128: .*\(256,\) .* quantises=1"),
+        (BlackwellConfig, {"stages": 1}, "stages=1"),
+        (BlackwellConfig, {"stages": -2}, "stages=-2"),
+        (BlackwellConfig, {"accumulators": 1}, "accumulators=1: .* 2 to 4"),
+        (BlackwellConfig, {"accumulators": 5}, "accumulators=5: .* 2 to 4"),
+        (BlackwellConfig, {"accumulators": 3, "tile_n": 256}, "accumulators=3: .* 2 to 2"),
+        (GemmConfig, {"slices": True, "tile_m": 64}, "slices: expected several warpgroups"),
+        (GemmConfig, {"slices": True, "swap_ab": True}, "slices: expected several warpgroups"),
+        (BlackwellConfig, {"stages": 7}, r"needs \d+ bytes .* 232448"),
+    ],
+)
+def test_illegal_config(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+def test_no_two_uses_share_a_named_barrier():
+    first = sorted(NamedBarrierId)
+    most = max(config.consumer_warpgroups for config in COMPILED["sm_90a"])
+    assert NamedBarrierId.CTA == 0 and NamedBarrierId.STAGING - NamedBarrierId.CTA == 1
+    assert NamedBarrierId.END - NamedBarrierId.STAGING >= most, "one a consumer warpgroup"
+    assert first[-1] is NamedBarrierId.END and NamedBarrierId.END <= HARDWARE_BARRIERS
+
+
+def test_what_the_first_gemm_stages():
+    """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
+    each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
+    rows = GemmConfig(tile_m=192).with_swiglu(1)
+    swapped = GemmConfig(tile_m=16, swap_ab=True).with_swiglu(1)
+    activation = Activation(Swiglu(), False, False)
+    of_rows, of_swapped = (
+        SwigluEpilogueSm90(config, AccumulatorSm90(config), 4096, activation).smem_elements
+        for config in (rows, swapped)
+    )
+    assert of_rows == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
+    assert of_swapped == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
+
+
+@pytest.mark.parametrize("config", COMPILED["sm_90a"], ids=str)
+def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
+    counts = GemmLoad(config, 4096, 7168, 32).counts
+    # The rows, their scales and the weights of one K block, and the one thread that asks for them.
+    rows, columns = config.tile_m, config.tile_n
+    assert counts.a_bytes == rows * 128 + (rows + 4) * 4
+    assert counts.b_bytes == columns * 128
+    assert counts.full_arrivals == 2
+    # Four warps a warpgroup, of this CTA and of the other one, if the cluster has two.
+    warpgroups = (config.tile_n if config.swap_ab else config.tile_m) // 64
+    assert counts.empty_arrivals == 4 * warpgroups * config.cluster_size
+
+
+def test_a_copy_in_many_arrivals_beside_tma():
+    """The counts include the 64 threads that gather rows, without TMA."""
+    assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
+
+
+@pytest.mark.parametrize("config", [*COMPILED["sm_90a"], *COMPILED["sm_100a"]], ids=str)
+def test_stages_fill_shared_memory(config):
+    assert 2 <= config.num_stages and config.smem_bytes <= SMEM_BYTES
+    if not config.stages:
+        assert config.smem_bytes + config.stage_bytes > SMEM_BYTES
+
+
+@pytest.mark.parametrize("config", COMPILED["sm_100a"], ids=str)
+def test_accumulators_fit_in_tensor_memory(config):
+    columns = config.num_accumulators * config.acc_columns
+    assert config.num_accumulators >= 2 and columns <= config.tmem_columns <= TMEM_COLUMNS
+    assert config.tmem_columns < 2 * max(columns, 32)
+
+
+def test_what_completes_the_barriers_of_a_stage_on_blackwell():
+    """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
+    for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
+        config = BlackwellConfig(**cluster)
+        counts = GemmLoad(config, 4096, 7168, 32).counts
+        assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
+    # The first CTA of a pair issues the MMA: it gets both CTAs' arrivals and frees both' stages.
+    pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
+    assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
+    assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)
+
+
+def test_the_gpu_tests_know_configs_of_every_architecture():
+    """A GPU must not be tested with another one's configs, nor without those that are picked."""
+    for architecture in ARCHITECTURES.values():
+        for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
+            own = type(architecture.choose(1, 4096, 7168))
+            assert {type(config) for config in configs} == {own}
+    assert set(sm100.PICKED) <= set(known.BLACKWELL)
+    for config in known.FUSED["sm_100a"]:
+        assert config.with_swiglu(2).quantises == 2

@@ -158,6 +158,7 @@ def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_pat
     directory = cache.with_name(f"{cache.name}-of-tests") / "digests"
     directory.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv(CACHE_VARIABLE, str(directory))
+    monkeypatch.delenv("CUTE_DSL_DUMP_DIR", raising=False)  # of the key, and another in every run
     monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: made_of)
     own = Path(code.__file__).read_bytes() + Path(shipped.__file__).read_bytes()
     paths = {}
