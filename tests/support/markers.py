@@ -10,5 +10,14 @@ backends = pytest.mark.backends
 
 def more(*values: Any) -> list:
     """Values, or tuples of values, of parameters that only `run.py test --all` tries."""
+    return _marked(pytest.mark.all, values)
+
+
+def only(backend: str, *values: Any) -> list:
+    """Values, or tuples of values, of parameters that only one backend tries."""
+    return _marked(backends(backend), values)
+
+
+def _marked(mark: pytest.MarkDecorator, values: tuple) -> list:
     tuples = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*each, marks=pytest.mark.all) for each in tuples]
+    return [pytest.param(*each, marks=mark) for each in tuples]

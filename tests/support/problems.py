@@ -14,8 +14,8 @@ from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
 from moe_fp8.kernels.configs import Schedule
 from moe_fp8.ladder.steps import batched_rows
 from moe_fp8.layer import make_call
-from moe_fp8.reference import flat_rows
-from ptxemu import options
+from moe_fp8.reference import flat_rows, route
+from ptxemu import MODES, options
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
@@ -50,6 +50,11 @@ BLACKWELL = {
     "256 by two CTAs": Sm100(tile_n=256, cluster_m=2, mma_ctas=2, schedule=Schedule.DYNAMIC),
 }
 
+GATHERED = ("word", "choose", "number", "gemm1", "gemm2", "combine")
+PERMUTED = (*GATHERED[:3], "permute", *GATHERED[3:])
+"""The kernels of a call, in order."""
+OVERWRITTEN = r"launch 4, .* writes .* launch 3, .* asynchronous copy read"
+"""A hazard: GEMM2 writes rows that GEMM1 reads."""
 TOLERANCE = {1: 1e-4, 2: 1e-7}
 """calc_diff to the model, by terms: a value that is another FP8 number there counts for one term's
 rounding, of the second term on top for less than a sixteenth of it."""
@@ -201,3 +206,41 @@ def fused_output(
     tokens, terms = out.shape[-2], configs[1].terms
     make_call(tokens, out.device, shape, terms, configs, form)(inputs, out)
     return out
+
+
+def fused_output_of(
+    inputs: MoeInputs, name: str, terms: int = 1, poison: bool = True, target: str = "sm_90a"
+) -> torch.Tensor:
+    return fused_output(inputs, SHAPE, configs_of(target, name, terms), poison=poison)
+
+
+def few_local_rows() -> MoeInputs:
+    """Return inputs with so few rows that GEMM2 writes none that GEMM1 reads."""
+    inputs = inputs_of(41, 9)
+    assert 0 < int(route(inputs, SHAPE).m_indptr[-1]) < 41 * SHAPE.top_k // 3
+    return inputs
+
+
+def with_local_rows(tokens: int, rows: int) -> MoeInputs:
+    """The first tokens choose experts of this rank alone, one what is left of the rows, the others
+    none."""
+    inputs = inputs_of(tokens, 4)
+    logits = inputs.routing_logits.clone()
+    local, left = divmod(rows, SHAPE.top_k)
+    logits[:local, 4:7] += 20.0
+    logits[local:, 4:9] -= 20.0
+    if left:
+        logits[local, 9 - left : 12 - left] = 20.0  # of experts 4 to 8, and of the same groups
+    inputs = inputs._replace(routing_logits=logits, routing_bias=torch.zeros_like(inputs[1]))
+    assert int(route(inputs, SHAPE).m_indptr[-1]) == rows
+    return inputs
+
+
+def messages(inputs: MoeInputs, emulator) -> set[str]:
+    """Return the messages of all hazards in all modes, those of other experts' rows included."""
+    seen = set()
+    for emulator.options.mode in MODES:
+        del emulator.reports[:]
+        fused_output_of(inputs, "192 on demand", poison=False)
+        seen |= {hazard["message"] for report in emulator.reports for hazard in report.hazards}
+    return seen

@@ -7,6 +7,7 @@ from moe_fp8.call import MoeInputs
 from moe_fp8.reference import quantise_blocks, quantise_rows
 
 ROUTING = {"n_group": 4, "topk_group": 2, "top_k": 3}
+OFFSET = 4
 PLAIN = (None, 1.0, 0.0, False)
 """Limit, alpha and beta of the activation, `ue8m0`: the operators' arguments before the output."""
 
@@ -35,3 +36,8 @@ def wanted_of(tensors: tuple[torch.Tensor, ...], offset: int, scaling: float, te
 
 OPERATOR_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 """Not `test_schema`: torch compares no float8 tensors."""
+
+
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    """The weights or scales of w13 with the other half first."""
+    return torch.cat(x.chunk(2, dim=1)[::-1], dim=1)

@@ -9,19 +9,20 @@ from typing import NamedTuple
 import pytest
 import test_batched_experts as by_expert
 import torch
-from markers import more
+from markers import backends, more
 from moe_fp8 import reference
 from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.layer import make_call
+from problems import GATHERED, SHAPE, TOLERANCE, fused_output, inputs_of
 from problems import HOPPER as CONFIGS
-from problems import SHAPE, TOLERANCE, fused_output, inputs_of
 from ptxemu.engine import DEPENDENTS
 from ptxemu.testing import replace
 from test_experts import KINDS, calls
-from test_fused import GATHERED
 
 from scripts.common.metrics import calc_diff
+
+pytestmark = backends("emulator")
 
 
 class Call(NamedTuple):
