@@ -219,6 +219,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # modules stay: collecting them again and again takes 7 % of the time
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # at exit all must be collected, or nanobind reports Triton's objects as leaked
+
+
 def emulator_changed() -> bool:
     """Return True if the emulator differs from the last commit, or if there is no commit."""
     command = ["git", "status", "--porcelain", "--", str(EMULATOR)]

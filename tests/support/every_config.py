@@ -1,6 +1,6 @@
 """Every GEMM config of an architecture that ships, and what each must compute.
 
-`test_every_config.py` runs `main` in a process of its own; the emulator runs a few of them.
+`test_as_shipped.py` runs `main` in a process of its own; the emulator runs a few of them.
 """
 
 import itertools

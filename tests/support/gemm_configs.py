@@ -1,4 +1,4 @@
-"""The GEMM configs that the GPU tests go through, for each architecture that has kernels."""
+"""The GEMM configs that tests go through, for each architecture that has kernels."""
 
 from dataclasses import replace
 
@@ -43,6 +43,35 @@ BLACKWELL = (
 )
 OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 """Configs by the compiler's name of an architecture. Tests compare the others with the first."""
+
+SHIPPED = {  # what the heuristics can pick
+    "sm_90a": list(
+        dict.fromkeys(
+            [
+                *(config for _, config in (*sm90.FEW_ROWS, *sm90.UNEVEN, *sm90.EVEN)),
+                *(sm90.LARGEST, *sm90.SMALLER),
+            ]
+        )
+    ),
+    "sm_100a": list(sm100.PICKED),
+}
+_MORE = {
+    "sm_90a": [
+        Sm90(tile_m=64, tile_n=64, stages=4),
+        Sm90(tile_m=16, swap_ab=True, stages=6, cluster_n=2),
+        *(Sm90(tile_m=tile, swap_ab=True) for tile in (32, 64, 128)),
+    ],
+    "sm_100a": [
+        Sm100(stages=2, accumulators=2),
+        Sm100(tile_n=256, cluster_m=2),
+        Sm100(tile_m=16, swap_ab=True, cluster_n=2),
+    ],
+}
+COMPILED = {
+    target: list(dict.fromkeys([*shipped, *OF_TARGET[target], *_MORE[target]]))
+    for target, shipped in SHIPPED.items()
+}
+"""The configs whose machine code is looked at."""
 
 FUSED = {
     "sm_90a": (

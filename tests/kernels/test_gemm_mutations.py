@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from markers import backends
 from moe_fp8.kernels.configs import GemmConfigSm90 as HopperConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
 from moe_fp8.kernels.configs import Schedule
@@ -15,7 +16,7 @@ from problems import gemm
 from ptxemu.testing import Edit, replace
 from test_gemm import launch
 
-pytestmark = pytest.mark.all
+pytestmark = [pytest.mark.all, backends("emulator")]
 HOPPER = HopperConfig(stages=2)
 BLACKWELL = BlackwellConfig(stages=2, accumulators=2)
 PAIR = dataclasses.replace(BLACKWELL, cluster_m=2, mma_ctas=2)

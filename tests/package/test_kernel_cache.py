@@ -24,13 +24,16 @@ import pytest
 from cutlass import Float32
 from markers import more
 from moe_fp8 import cache as caches
-from moe_fp8 import cache as program
 from moe_fp8.cache import CACHE_VARIABLE, DESCRIPTION, DIGEST, OBJECT, KernelCache
 from moe_fp8.call import SILU, Form, Swiglu
-from moe_fp8.kernels import combine, grouped_gemm, permute, route, swiglu
 from moe_fp8.kernels import compile as compiling
+from moe_fp8.kernels import route
+from moe_fp8.kernels.combine import Combine, compile_combine
+from moe_fp8.kernels.compile import CompiledOnce
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
-from moe_fp8.kernels.swiglu import SwigluQuant
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
+from moe_fp8.kernels.permute import compile_permute
+from moe_fp8.kernels.swiglu import SwigluQuant, compile_swiglu_quant
 from moe_fp8.kernels.sync import NamedBarrierId
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -99,7 +102,7 @@ def test_the_cache_lies_where_the_environment_says(
     assert caches.cache_dir() == (expected and Path(expected))
     if expected is None:
         with pytest.raises(SystemExit, match="2"):
-            program.main([])
+            caches.main([])
         assert f"{CACHE_VARIABLE} is empty, or there is no home" in capsys.readouterr().err
 
 
@@ -133,7 +136,7 @@ def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
     (lock,) = directory.glob("lock-??")
     put(f"kernels/.Gemm-{HEX}-12345678/kernel.o")
     monkeypatch.setenv(CACHE_VARIABLE, str(directory))
-    assert program.main(["--clear"]) == 0
+    assert caches.main(["--clear"]) == 0
     assert kernels_in(directory).entries() == []
     assert files(tmp_path) == {**before, str(lock): files(tmp_path)[str(lock)]}
     assert len([*directory.iterdir()]) == len(theirs) + 2 + 1, "theirs, the links, the lock"
@@ -147,7 +150,7 @@ def listing(monkeypatch, tmp_path, capsys) -> Callable[..., str]:
         get(tmp_path, {"kernel": name, "parameters": f"({name.lower()} of 7168,)"})
 
     def run(*arguments: str) -> str:
-        assert program.main(arguments) == 0
+        assert caches.main(arguments) == 0
         return capsys.readouterr().out
 
     return run
@@ -237,7 +240,7 @@ def test_the_next_start_loads_what_the_loader_takes(monkeypatch, tmp_path):
     """The loader refuses a whole object file of another machine."""
 
     def start() -> Any:
-        return combine.compile_combine.make(512, 4, ARCH)  # nothing is remembered in memory
+        return compile_combine.make(512, 4, ARCH)  # nothing is remembered in memory
 
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     functions = [start()]
@@ -513,27 +516,22 @@ def test_another_user_has_neither_kernels_nor_locks_for_this_one(image, monkeypa
 
 # --- keys ---
 
-BOTH = ARCH, "sm_100a"
-KEYS = {  # compile function -> its arguments, with two values of each
-    "grouped_gemm": {
+TARGETS = {"arch": (ARCH, "sm_100a")}
+KEYS = {  # compile function -> two values of each argument
+    compile_grouped_gemm: {
         "config": (GemmConfig(), GemmConfig(stages=4)),
-        **{"n": (4096, 7168), "k": (7168, 2048), "experts": (32, 8), "arch": BOTH},
+        **{"n": (4096, 7168), "k": (7168, 2048), "experts": (32, 8)},
+        **TARGETS,
     },
-    "permute": {
-        **{"hidden": (512, 1024), "top_k": (4, 8), "arch": BOTH},
+    compile_permute: {
+        **{"hidden": (512, 1024), "top_k": (4, 8), **TARGETS},
         **{"form": (Form(), Form(strided_scales=True)), "ue8m0": (False, True)},
     },
-    "swiglu_quant": {
-        **{"intermediate": (512, 256), "arch": BOTH},
+    compile_swiglu_quant: {
+        **{"intermediate": (512, 256), **TARGETS},
         **{"swiglu": (SILU, Swiglu(10.0)), "ue8m0": (False, True)},
     },
-    "combine": {"hidden": (512, 1024), "top_k": (4, 8), "arch": BOTH},
-}
-COMPILERS = {
-    "grouped_gemm": grouped_gemm.compile_grouped_gemm,
-    "permute": permute.compile_permute,
-    "swiglu_quant": swiglu.compile_swiglu_quant,
-    "combine": combine.compile_combine,
+    compile_combine: {"hidden": (512, 1024), "top_k": (4, 8), **TARGETS},
 }
 
 
@@ -544,25 +542,24 @@ def key_of(monkeypatch, tmp_path) -> Callable[..., str]:
     looked_for: list[dict[str, str]] = []
     monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: looked_for.append(made_of))
 
-    def key(name: str, *others: str) -> str:
+    def key(function: CompiledOnce, *others: str) -> str:
         """Return the key with the other value of these arguments."""
-        values = [pair[argument in others] for argument, pair in KEYS[name].items()]
-        COMPILERS[name].make(*values)
+        function.make(*(pair[name in others] for name, pair in KEYS[function].items()))
         return json.dumps(looked_for.pop(), sort_keys=True)
 
     return key
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_every_argument_is_part_of_the_key(name, key_of):
-    assert key_of(name) == key_of(name)
-    assert len({key_of(name), *(key_of(name, a) for a in KEYS[name])}) == 1 + len(KEYS[name])
+@pytest.mark.parametrize("function", KEYS, ids=lambda function: function.__name__)
+def test_every_argument_is_part_of_the_key(function, key_of):
+    keys = [key_of(function), *(key_of(function, name) for name in KEYS[function])]
+    assert keys[0] == key_of(function) and len({*keys}) == len(keys)
 
 
 def test_kernels_and_their_parameters_are_part_of_the_key():
     """The arguments may be the same, and the file of two kernels."""
     last = (4, 8, NamedBarrierId, route.Route, SwigluQuant)
-    keys = [compiling.made_of(combine.Combine, (512, value), (), ARCH) for value in last]
+    keys = [compiling.made_of(Combine, (512, value), (), ARCH) for value in last]
     assert len({key["parameters"] for key in keys}) == len(last)
     assert keys[0]["sources"] != keys[-1]["sources"], "a parameter's, too"
     of_route = route.Route, route.ChooseExperts
@@ -577,7 +574,7 @@ def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
     def align_less(self, dtype, shape, **_) -> None:
         align(self, dtype, shape, align=4)
 
-    found = {key_of("combine")}
+    found = {key_of(compile_combine)}
     for of, name, value in (
         (compiling.Tensor, "__init__", align_less),
         (compiling, "COMPILE_OPTIONS", compiling.COMPILE_OPTIONS + " --opt-level 1"),
@@ -588,48 +585,53 @@ def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
     ):
         with monkeypatch.context() as context:
             context.setattr(of, name, value)
-            found.add(key_of("combine"))
+            found.add(key_of(compile_combine))
     monkeypatch.setenv("CUTE_DSL_ANYTHING", "1")
-    assert len({*found, key_of("combine")}) == 8
+    assert len({*found, key_of(compile_combine)}) == 8
 
 
-X86 = """processor\t: 0
-vendor_id\t: AuthenticAMD
-cpu family\t: 25
-model\t\t: 1
-model name\t: AMD EPYC
-cpu MHz\t\t: 1500
-flags\t\t: fpu sse avx2
-
-processor\t: 1
-flags\t\t: fpu
+X86 = """processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 1
+model name\t: AMD EPYC\ncpu MHz\t\t: 1500\nflags\t\t: fpu sse avx2\n
+processor\t: 1\nflags\t\t: fpu
 """
 ARM = "processor\t: 0\nFeatures\t: fp\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
 
 
-def test_the_machine_and_its_cpu_are_part_of_the_key(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("cpu", "machine", "edits", "other"),
+    [
+        (X86, "x86_64", [("1500", "3700"), (": fpu\n", ": vme\n")], False),
+        (X86, "x86_64", [("avx2", "avx2 fma"), ("AMD", "Intel"), (": 25", ": 26")], True),
+        (X86, "x86_64", [("model\t\t: 1", "model: 17")], True),
+        (ARM, "aarch64", [(": fp", ": fp sve"), ("0xd4f", "0xd40"), ("0x41", "0x4e")], True),
+    ],
+)
+def test_the_machine_and_its_cpu_are_part_of_the_key(
+    cpu, machine, edits, other, monkeypatch, tmp_path
+):
     """The host's code may use its instructions. Nothing counts that changes from one moment to the
-    next; the host's name does where the CPU is unknown."""
+    next, like the clock, or belongs to another core."""
     monkeypatch.setattr(compiling, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
 
-    def host(cpu: str | None, machine: str, old: str = "", new: str = "") -> str:
-        compiling.CPU_INFO.unlink(missing_ok=True)
-        if cpu is not None:
-            assert old in cpu
-            compiling.CPU_INFO.write_text(cpu.replace(old, new) if old else cpu)
+    def host(text: str, machine: str) -> str:
+        compiling.CPU_INFO.write_text(text)
         monkeypatch.setattr(compiling.platform, "machine", lambda: machine)
         return compiling._host.__wrapped__()
 
-    same = host(X86, "x86_64")
-    assert same == host(X86, "x86_64", "1500", "3700") == host(X86, "x86_64", ": fpu\n", ": vme\n")
-    assert "avx2" in same and "MHz" not in same
-    x86 = ("avx2", "avx2 fma"), ("AMD", "Intel"), (": 25", ": 26"), ("model\t\t: 1", "model: 17")
-    arm = (), (": fp", ": fp sve"), ("0xd4f", "0xd40"), ("0x41", "0x4e")
-    others = {host(X86, "i686"), *(host(X86, "x86_64", *edit) for edit in x86)}
-    assert len({same, *others, *(host(ARM, "aarch64", *edit) for edit in arm)}) == 10
-    for unknown in (None, "processor\t: 0\n"):
-        assert host(unknown, "ppc64le") == "ppc64le, node17"
+    first = host(cpu, machine)
+    assert first == host(cpu, machine) != host(cpu, "i686")
+    for old, new in edits:
+        assert old in cpu and (host(cpu.replace(old, new), machine) != first) == other
+
+
+@pytest.mark.parametrize("cpu", [None, "processor\t: 0\n"])
+def test_where_the_cpu_is_unknown_the_hosts_name_is_part_of_the_key(cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(compiling, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(compiling.platform, "node", lambda: "node17")
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "ppc64le")
+    if cpu is not None:
+        compiling.CPU_INFO.write_text(cpu)
+    assert compiling._host.__wrapped__() == "ppc64le, node17"
 
 
 def test_the_compilers_tensors_are_as_described():

@@ -7,10 +7,12 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 from cutlass import Int32
+from markers import backends
 from moe_fp8.cache import CACHE_VARIABLE
 from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
 from moe_fp8.kernels.tiles import WARP, ExpertTiles, rows_of_lane
 
+pytestmark = backends("emulator")
 TILE_M, N_TILES = 192, 3
 
 

@@ -1,15 +1,15 @@
 """Digests of machine code: what they notice, and that the stored ones are those of the sources."""
 
+import hashlib
 import json
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from moe_fp8.cache import CACHE_VARIABLE, KernelCache, cache_dir
+from programs import call
 
-from scripts.common.project import ROOT
+from scripts.common.project import RESULTS_DIR
 from scripts.measure import shipped
 from scripts.pack import machine_code as code
 
@@ -132,8 +132,13 @@ def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, 
     assert not code.unchanged("triton_moe", "was", [TRITON], results), "of no record"
 
 
-def test_units_are_those_that_ship() -> None:
-    units = shipped.units(every=False)
+@pytest.fixture(scope="module")
+def units() -> list[shipped.Unit]:
+    return shipped.units(every=False)
+
+
+@pytest.mark.xdist_group("machine code")
+def test_units_are_those_that_ship(units) -> None:
     assert len({unit.name for unit in units}) == 46
     names = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
     assert {unit.solution for unit in units} == {f"cutedsl_moe_fp8_{name}" for name in names}
@@ -146,12 +151,40 @@ def test_units_are_those_that_ship() -> None:
 
 
 @pytest.mark.xdist_group("machine code")
-def test_the_stored_digests_are_those_of_the_sources() -> None:
-    """The 46 functions of the main definition; `run.py digests --all` compares every one."""
-    command = [sys.executable, ROOT / "scripts/programs/digests.py"]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "solutions")))
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^46 kernels, 0 with other machine code than stored$", done.stdout, re.M)
+def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_path) -> None:
+    """The 46 functions of the main definition; `run.py digests --all` compares every one. Digests
+    are kept on disk by the key of the kernel cache."""
+    cache = cache_dir() or tmp_path / "kernels"
+    directory = cache.with_name(f"{cache.name}-of-tests") / "digests"
+    directory.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv(CACHE_VARIABLE, str(directory))
+    monkeypatch.delenv("CUTE_DSL_DUMP_DIR", raising=False)  # of the key, and another in every run
+    monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: made_of)
+    own = Path(code.__file__).read_bytes() + Path(shipped.__file__).read_bytes()
+    paths = {}
+    for unit in units:
+        made_of = shipped.function(unit.compile).make(*unit.arguments)
+        key = hashlib.sha256(repr(sorted(made_of.items())).encode() + own).hexdigest()
+        paths[unit.name] = directory / key
+    missing = [unit for unit in units if not paths[unit.name].exists()]
+    for name, digest in shipped.digests(missing, os.cpu_count() or 1).items() if missing else ():
+        paths[name].write_text(digest)
+    stored = code.read(RESULTS_DIR / code.FILE)
+    assert stored["versions"] == code.versions()
+    digests = {name: path.read_text() for name, path in paths.items()}
+    assert digests == {name: stored["digests"].get(name) for name in digests}
+
+
+@pytest.mark.parametrize("changed", [[], ["b"]])
+def test_the_program_names_what_has_other_machine_code(changed, monkeypatch, tmp_path) -> None:
+    stored = {"versions": code.versions(), "digests": {"a": "1-1", "b": "2-2"}}
+    monkeypatch.setattr("scripts.common.project.RESULTS_DIR", tmp_path)
+    code.read.cache_clear()
+    code.write(tmp_path / code.FILE, stored)
+    monkeypatch.setattr(shipped, "units", lambda every: [])
+    now = stored["digests"] | dict.fromkeys(changed, "3-3")
+    monkeypatch.setattr(shipped, "digests", lambda units, workers: now)
+    done = call("digests")
+    lines = ["b: 3-3, stored: 2-2"] * len(changed)
+    lines.append(f"2 kernels, {len(changed)} with other machine code than stored")
+    assert (done.returncode, done.stdout.splitlines()) == (len(changed), lines)

@@ -1,8 +1,10 @@
-"""Kernels on the GPU against the reference model: odd row counts, skew, determinism, sanitizer."""
+"""Kernels at full size on a GPU against the reference model: odd row counts, skew, rows past 2**31
+elements, determinism, sanitizer."""
 
 import pytest
 import torch
 from gemm_configs import OF_TARGET, target
+from markers import backends
 from moe_fp8 import reference
 from moe_fp8.ladder import steps
 from moe_fp8.ladder.steps import batched_rows
@@ -11,6 +13,7 @@ from sanitizer import TOOLS, sanitized
 
 from scripts.common.metrics import calc_diff, cosine
 
+pytestmark = backends("gpu")
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = -7.0
 LAYERS = [(4096, 7168), (7168, 2048)]  # n, k
@@ -201,7 +204,7 @@ def test_sanitizer(tool):
     sanitized(
         tool,
         """
-from test_kernels import *
+from test_full_size import *
 for config in CONFIGS:
     run_gemm(gemm_problem((0, 1, 130, 65), 256, 512), config)
     run_gemm(flat_problem((0, 1, 130, 65), 256, 512), config)

@@ -16,90 +16,39 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cutlass
-import gemm_configs as known
 import pytest
 import torch
 from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
+from gemm_configs import COMPILED, SHIPPED
 from markers import more
 from moe_fp8 import cache as kernel_cache
 from moe_fp8.call import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import dsl
-from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels.architectures import (
-    ARCHITECTURES,
     BLACKWELL,
     BLACKWELL_ULTRA,
     HOPPER,
     of_target,
 )
 from moe_fp8.kernels.combine import Combine, compile_combine
-from moe_fp8.kernels.configs import PRODUCER_REGISTERS, SMEM_BYTES, TMEM_COLUMNS
+from moe_fp8.kernels.configs import PRODUCER_REGISTERS, TMEM_COLUMNS
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
-from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
-from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
 from moe_fp8.kernels.fused import compile_fused
-from moe_fp8.kernels.gemm_load import EVICT_FIRST, GemmLoad
-from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
+from moe_fp8.kernels.gemm_load import EVICT_FIRST
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
-from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, ONE_WAVE, PICKED, UNEVEN, choose
-from moe_fp8.kernels.masked_gemm import compile_batched_gemm
+from moe_fp8.kernels.heuristic_sm100 import LARGEST
 from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.route import compile_route
-from moe_fp8.kernels.swiglu import SWIGLU_THREADS, Activation, SwigluQuant, compile_swiglu_quant
-from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
+from moe_fp8.kernels.swiglu import SWIGLU_THREADS, SwigluQuant, compile_swiglu_quant
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
-from scripts.common.definitions import GEMMS, MASKED, MOE
+from scripts.common.definitions import MOE
 
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
-SHIPPED = {  # what the heuristics can pick
-    "sm_90a": list(
-        dict.fromkeys(
-            [
-                *(config for _, config in (*sm90.FEW_ROWS, *sm90.UNEVEN, *sm90.EVEN)),
-                sm90.LARGEST,
-                *sm90.SMALLER,
-            ]
-        )
-    ),
-    "sm_100a": list(PICKED),
-}
-OTHERS = {
-    "sm_90a": [
-        GemmConfig(),
-        GemmConfig(stages=2),
-        GemmConfig(cluster_m=2),
-        GemmConfig(cluster_n=2),
-        GemmConfig(tile_m=192, cluster_n=2),
-        GemmConfig(tile_m=64),
-        GemmConfig(tile_n=64),
-        GemmConfig(tile_m=64, tile_n=64, stages=4),
-        GemmConfig(overlap=True),
-        GemmConfig(tile_m=8, swap_ab=True),
-        GemmConfig(tile_m=16, swap_ab=True, stages=6, cluster_n=2),
-        GemmConfig(tile_m=32, swap_ab=True),
-        GemmConfig(tile_m=64, swap_ab=True),
-        GemmConfig(tile_m=128, swap_ab=True),
-        GemmConfig(tile_m=16, tile_n=64, swap_ab=True),
-    ],
-    "sm_100a": [
-        BlackwellConfig(stages=2, accumulators=2),
-        BlackwellConfig(tile_n=64),
-        BlackwellConfig(cluster_m=2),
-        BlackwellConfig(cluster_n=2),
-        BlackwellConfig(tile_n=256, cluster_m=2),
-        BlackwellConfig(tile_m=64, swap_ab=True),
-        BlackwellConfig(tile_m=16, swap_ab=True, cluster_n=2),
-    ],
-}
-CONFIGS = {t: list(dict.fromkeys(SHIPPED[t] + OTHERS[t])) for t in SHIPPED}
-EVERY_CONFIG = [*CONFIGS["sm_90a"], *CONFIGS["sm_100a"]]
-SOME_FIRST = {  # of what ships, every third by default
-    t: [*SHIPPED[t][::3], *more(*(c for c in CONFIGS[t] if c not in SHIPPED[t][::3]))]
-    for t in SHIPPED
-}
+FIRST = [config for configs in SHIPPED.values() for config in configs[::3]]
+OTHERS = [config for configs in COMPILED.values() for config in configs if config not in FIRST]
 
 
 class Code(NamedTuple):
@@ -149,6 +98,25 @@ def compiled_code(monkeypatch, tmp_path):
     return lambda function, *args: Code.of(function.make(*args))
 
 
+@pytest.fixture
+def compiled_layer(compiled_code):
+    """Compile the fused layer: -> its PTX, whole and by kernel. No kernel may spill on Hopper, or
+    have more than `MOST` of what makes it slow."""
+
+    def compile_layer(
+        shape: MoeShape, configs: tuple, target: str, *form: Form, multiprocessors: int = 132
+    ) -> tuple[str, list[str]]:
+        arguments = shape, *configs, multiprocessors, target, *form
+        ptx, cubin = compiled_code(compile_fused, *arguments)
+        if target == HOPPER.target:
+            assert resources(cubin)["frame"] == 0, "spills"
+        if nvdisasm():
+            check_counts(cubin, " and ".join(map(str, configs)))
+        return ptx, re.split(r"\.entry", ptx)[1:]
+
+    return compile_layer
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """Most registers a thread and bytes of stack frame (spills live there), from .nv.info.
 
@@ -170,7 +138,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("config", SOME_FIRST["sm_90a"] + SOME_FIRST["sm_100a"], ids=str)
+@pytest.mark.parametrize("config", [*FIRST, *more(*OTHERS)], ids=str)
 def test_grouped_gemm(config, layer, compiled_code):
     on_hopper = isinstance(config, GemmConfig)
     target = "sm_90a" if on_hopper else "sm_100a"
@@ -340,23 +308,24 @@ MORE_CASES = [case for case in ALL_CASES if case not in LAYER_CASES]
 
 
 @pytest.mark.parametrize(("target", "tokens", "terms"), [*LAYER_CASES, *more(*MORE_CASES)])
-def test_fused(target, tokens, terms, compiled_code):
+def test_fused(target, tokens, terms, compiled_layer):
     """All kernels of one host function, with configs that the heuristic picks, and what the fusion
     rests on."""
     architecture = of_target(target)
-    first, second = architecture.choose_layer(tokens, DEEPSEEK_V3, terms)
-    multiprocessors = 132 if architecture is HOPPER else 148
-    ptx, cubin = compiled_code(compile_fused, DEEPSEEK_V3, first, second, multiprocessors, target)
+    first, second = configs = architecture.choose_layer(tokens, DEEPSEEK_V3, terms)
+    ptx, kernels = compiled_layer(
+        DEEPSEEK_V3, configs, target, multiprocessors=132 if architecture is HOPPER else 148
+    )
     gathers = first.swap_ab
     # The routing of one word and of more, the permute where rows are not gathered, and three.
-    assert len(re.findall(r"\.entry", ptx)) == (6 if gathers else 7)
+    assert len(kernels) == (6 if gathers else 7)
     # Up beside gate.
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.5d\S*global", ptx)) == 1
     # 16 bytes of every eighth row, for each of two warps.
     wide = len(re.findall(r"cp\.async\.cg\S*", ptx))
     assert wide == (2 * first.tile_m // 8 if gathers else 0)
     mma = "wgmma.mma_async" if architecture is HOPPER else "tcgen05.mma."
-    gemm1, gemm2 = (part for part in re.split(r"\.entry", ptx) if mma in part)
+    gemm1, gemm2 = (part for part in kernels if mma in part)
     assert ("cvt.rn.f16x2.e4m3x2" in gemm1) == (terms == 2), "what the first term leaves"
     waits = ptx.count("griddepcontrol.wait")
     if architecture is BLACKWELL:
@@ -380,7 +349,6 @@ def test_fused(target, tokens, terms, compiled_code):
     assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == early
     assert len(re.findall(r"fence\.proxy\.async;", ptx)) == (1 if early else 0)
     assert terms == 1 or len(re.findall(r"st\.global\.v4\S*", gemm1)) >= 2
-    assert resources(cubin)["frame"] == 0, "spills"
 
 
 OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8m0=True)
@@ -390,17 +358,16 @@ OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8
 @pytest.mark.parametrize(
     ("tokens", "terms"), [(14107, 1), *more(*product((1, 80, 901), (1, 2)), (14107, 2))]
 )
-def test_options_of_the_activation_take_no_room(tokens, terms, compiled_code):
+def test_options_of_the_activation_take_no_room(tokens, terms, compiled_layer):
     """Beside tokens in bfloat16 and weight scales that are exponents: no spill, and clamps in the
     first GEMM alone."""
     configs = HOPPER.choose_layer(tokens, OTHERWISE, terms)
     form = Form(x=torch.bfloat16, weight_scale=torch.float8_e8m0fnu)
-    ptx, cubin = compiled_code(compile_fused, OTHERWISE, *configs, 132, "sm_90a", form)
-    clamps = [part.count(".NaN.f32") for part in re.split(r"\.entry", ptx)]
+    _, kernels = compiled_layer(OTHERWISE, configs, "sm_90a", form)
+    clamps = [part.count(".NaN.f32") for part in kernels]
     first, _ = configs
     columns = first.tile_m * first.tile_n // 2 // (32 * first.consumer_warps)  # of a thread
     assert sorted(clamps) == [*[0] * (len(clamps) - 1), 3 * columns]
-    assert resources(cubin)["frame"] == 0, "spills"
 
 
 BY_EXPERT = MoeShape(32, 32, 7168, 2048, 1, 1, 1, "given")
@@ -418,52 +385,45 @@ BY_EXPERT = MoeShape(32, 32, 7168, 2048, 1, 1, 1, "given")
     ],
 )
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=lambda a: a.target)
-def test_batched_experts(architecture, rows, terms, tokens, compiled_code):
+def test_batched_experts(architecture, rows, terms, tokens, compiled_layer):
     """Three kernels, no spill, with all options of the activation."""
     shape = dataclasses.replace(BY_EXPERT, swiglu=OTHERWISE.swiglu, ue8m0=True)
-    first, second = architecture.choose_layer(32 * rows, shape, terms)
+    configs = architecture.choose_layer(32 * rows, shape, terms)
     form = Form(torch.int32, None, tokens, weight_scale=torch.float8_e8m0fnu, batched=True)
-    target = architecture.target
-    ptx, cubin = compiled_code(compile_fused, shape, first, second, 132, target, form)
-    assert ptx.count(".entry") == 3
-    assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == second.dynamic
-    if architecture is HOPPER:
-        assert resources(cubin)["frame"] == 0, "spills"
-    if nvdisasm():
-        check_counts(cubin, f"{first} and {second}")
+    ptx, kernels = compiled_layer(shape, configs, architecture.target, form)
+    assert len(kernels) == 3
+    assert bool(re.search(r"ld\.acquire\.gpu", ptx)) == configs[1].dynamic
 
 
 @pytest.mark.parametrize("evict_first", [True, *more(False)])
-def test_the_weights_leave_l2_first(evict_first, compiled_code):
+def test_the_weights_leave_l2_first(evict_first, compiled_layer):
     """Only weights are loaded with this hint, and only if the config asks for it."""
-    first, second = (
+    configs = [
         dataclasses.replace(config, evict_first=evict_first)
         for config in HOPPER.choose_layer(1, DEEPSEEK_V3)
-    )
-    ptx, cubin = compiled_code(compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
-    gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
+    ]
+    _, kernels = compiled_layer(DEEPSEEK_V3, configs, "sm_90a")
+    gemms = [part for part in kernels if "wgmma.mma_async" in part]
     hint = EVICT_FIRST if evict_first else 0
     for gemm, expected in zip(gemms, ([(5, hint)], [(2, 0), (2, 0), (3, hint)]), strict=True):
         loads = r"cp\.async\.bulk\.tensor\.(\d)d\.shared\S*cache_hint [^;]*, (%rd\d+);"
         constants = dict(re.findall(r"mov\.b64\s+(%rd\d+), (\d+);", gemm))
         found = [(int(rank), int(constants[of])) for rank, of in re.findall(loads, gemm)]
         assert sorted(found) == expected  # weights have the most dimensions
-    assert resources(cubin)["frame"] == 0
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(2048, 1), *more((14107, 1), (14107, 2))])
-def test_slices(tokens, terms, compiled_code):
+def test_slices(tokens, terms, compiled_layer):
     """A has one copy for each slice and term, which neighbouring CTAs share."""
-    first, second = (
+    configs = [
         dataclasses.replace(config, slices=True)
         for config in HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
-    )
-    ptx, cubin = compiled_code(compile_fused, DEEPSEEK_V3, first, second, 132, "sm_90a")
-    gemms = [part for part in re.split(r"\.entry", ptx) if "wgmma.mma_async" in part]
-    for gemm, config in zip(gemms, (first, second), strict=True):
+    ]
+    _, kernels = compiled_layer(DEEPSEEK_V3, configs, "sm_90a")
+    gemms = [part for part in kernels if "wgmma.mma_async" in part]
+    for gemm, config in zip(gemms, configs, strict=True):
         shared = re.findall(r"cp\.async\.bulk\.tensor\S*multicast", gemm)
         assert len(shared) == config.tile_m // 64 * config.terms > 1
-    assert resources(cubin)["frame"] == 0
 
 
 GIVEN = MoeShape(257, 257, 7168, 256, 1, 1, 9, "given")
@@ -481,26 +441,21 @@ FORMS = {
         *more(*product(FORMS, (1, 100, 14107), ("sm_90a", "sm_100a"))),
     ],
 )
-def test_given_experts(form, tokens, target, compiled_code):
+def test_given_experts(form, tokens, target, compiled_layer):
     """The launches are as many as with our own routing, with tokens in bfloat16 or not."""
     architecture = of_target(target)
     configs = architecture.choose_layer(tokens, GIVEN, 1)
-    ptx, cubin = compiled_code(compile_fused, GIVEN, *configs, 132, target, FORMS[form])
+    _, kernels = compiled_layer(GIVEN, configs, target, FORMS[form])
     gathers = configs[0].gathers_rows
     assert gathers == (tokens < 14107 or architecture is HOPPER), "few columns, on Hopper"
-    kernel = [part for part in re.split(r"\.entry", ptx)][1:]
-    assert len(kernel) == (6 if gathers else 7)
-    word, mark, number, *others = kernel
+    assert len(kernels) == (6 if gathers else 7)
+    word, mark, number, *others = kernels
     assert "redux.sync.max" not in word + mark, "nothing is chosen"
     to_fp8 = ["cvt.rn.satfinite.e4m3x2.f32" in part for part in (word, mark, number, others[0])]
     if form == "engine":
         assert to_fp8 == [gathers, False, gathers, True], "others[0]: the permute, or a GEMM"
     else:
         assert to_fp8 == [False, False, False, gathers]
-    if architecture is HOPPER:
-        assert resources(cubin)["frame"] == 0, "spills"
-    if nvdisasm():
-        check_counts(cubin, configs)
 
 
 def test_permute_of_bfloat16(compiled_code):
@@ -792,187 +747,15 @@ CASES = [
     [*CASES[:1], *more(*CASES[1:])],
     ids=[f"{d.short}-{a.target}-{rows} rows-{terms} terms" for d, a, rows, terms in CASES],
 )
-def test_other_definitions(definition, architecture, rows, terms, compiled_code):
+def test_other_definitions(definition, architecture, rows, terms, compiled_layer):
     """Configs that the heuristic picks for few and for many rows."""
     shape = MoeShape(**definition.shape)
     tokens = rows * shape.num_experts // shape.top_k
-    first, second = architecture.choose_layer(tokens, shape, terms)
-    ptx, cubin = compiled_code(compile_fused, shape, first, second, 132, architecture.target)
-    assert first.swap_ab == (rows == 8)
+    configs = architecture.choose_layer(tokens, shape, terms)
+    _, kernels = compiled_layer(shape, configs, architecture.target)
+    assert configs[0].swap_ab == (rows == 8)
     # Two ways to route, the permute where rows are not gathered, two GEMMs and the combine.
-    assert ptx.count(".entry") == (6 if first.gathers_rows else 7)
-    if architecture is HOPPER:
-        assert resources(cubin)["frame"] == 0, "spills"
-    if nvdisasm():
-        check_counts(cubin, f"{first} and {second}")
-
-
-@pytest.mark.all
-@pytest.mark.parametrize(
-    "definition", [d for d in GEMMS if d.rows == MASKED], ids=lambda d: d.short
-)
-@pytest.mark.parametrize("architecture", [HOPPER, *more(BLACKWELL)], ids=lambda a: a.target)
-@pytest.mark.parametrize("expected_m", [1, *more(29)])
-def test_batched_gemm(expected_m, architecture, definition, compiled_code):
-    n, k, target = definition.n, definition.k, architecture.target
-    config = architecture.choose(expected_m, n, k)
-    ptx, cubin = compiled_code(compile_batched_gemm, config, n, k, definition.experts, target)
-    assert ptx.count(".entry") == 2
-    if architecture is HOPPER:
-        assert resources(cubin)["frame"] == 0, "spills"
-    if nvdisasm():
-        check_counts(cubin, config)
-
-
-# --- configs and problems ---
-
-PAIR = {"mma_ctas": 2, "cluster_m": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (GemmConfig, {"tile_m": 96}, r"tile_m=96: .*\(64, 128, 192\)"),
-        (GemmConfig, {"tile_m": 8}, "tile_m=8: .* without swap_ab"),
-        (GemmConfig, {"tile_m": 24, "swap_ab": True}, "tile_m=24: .* with swap_ab"),
-        (GemmConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128\)"),
-        (GemmConfig, {"quantises": 1, "tile_n": 64}, r"tile_n=64: .*\(128,\) .* quantises=1"),
-        (GemmConfig, {"quantises": 1}, r"cluster 1x1, .*: expected clusters \(1, 2\)"),
-        (GemmConfig, {"tile_m": 192, "overlap": True}, "192 accumulator registers"),
-        (GemmConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
-        (GemmConfig, {"cluster_m": 2, "cluster_n": 2}, r"cluster \(2, 2\)"),
-        (GemmConfig, {"stages": 1}, "stages=1"),
-        (GemmConfig, {"stages": -2}, "stages=-2"),
-        (GemmConfig, {"stages": 9}, r"needs \d+ bytes .* 232448"),
-        (BlackwellConfig, {"tile_m": 64}, r"tile_m=64: .*\(128,\) without swap_ab"),
-        (BlackwellConfig, {"tile_m": 8, "swap_ab": True}, r"tile_m=8: .*\(16, 32, 64\)"),
-        (BlackwellConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128, 256\)"),
-        (BlackwellConfig, {"tile_m": 16, "tile_n": 64, "swap_ab": True}, r"tile_n=64: .*\(128,\)"),
-        (BlackwellConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
-        (BlackwellConfig, {"mma_ctas": 3}, r"mma_ctas=3: .*\(1, 2\)"),
-        (BlackwellConfig, {"mma_ctas": 2}, r"mma_ctas=2: .* not \(1, 1\)"),
-        (BlackwellConfig, {"mma_ctas": 2, "cluster_n": 2}, r"mma_ctas=2: .* not \(1, 2\)"),
-        (BlackwellConfig, PAIR | {"tile_m": 16, "swap_ab": True}, "mma_ctas=2: .* with swap_ab"),
-        (BlackwellConfig, {"terms": 3}, r"terms=3: .*\(1, 2\)"),
-        (BlackwellConfig, {"quantises": 3, "tile_n": 256}, r"quantises=3: .*\(0, 1, 2\)"),
-        (BlackwellConfig, {"quantises": 1}, r"tile_n=128: .*\(256,\) .* quantises=1"),
-        (BlackwellConfig, {"stages": 1}, "stages=1"),
-        (BlackwellConfig, {"stages": -2}, "stages=-2"),
-        (BlackwellConfig, {"accumulators": 1}, "accumulators=1: .* 2 to 4"),
-        (BlackwellConfig, {"accumulators": 5}, "accumulators=5: .* 2 to 4"),
-        (BlackwellConfig, {"accumulators": 3, "tile_n": 256}, "accumulators=3: .* 2 to 2"),
-        (GemmConfig, {"slices": True, "tile_m": 64}, "slices: expected several warpgroups"),
-        (GemmConfig, {"slices": True, "swap_ab": True}, "slices: expected several warpgroups"),
-        (BlackwellConfig, {"stages": 7}, r"needs \d+ bytes .* 232448"),
-    ],
-)
-def test_illegal_config(kind, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**arguments)
-
-
-def test_no_two_uses_share_a_named_barrier():
-    first = sorted(NamedBarrierId)
-    most = max(config.consumer_warpgroups for config in CONFIGS["sm_90a"])
-    assert NamedBarrierId.CTA == 0 and NamedBarrierId.STAGING - NamedBarrierId.CTA == 1
-    assert NamedBarrierId.END - NamedBarrierId.STAGING >= most, "one a consumer warpgroup"
-    assert first[-1] is NamedBarrierId.END and NamedBarrierId.END <= HARDWARE_BARRIERS
-
-
-def test_what_the_first_gemm_stages():
-    """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
-    each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
-    rows = GemmConfig(tile_m=192).with_swiglu(1)
-    swapped = GemmConfig(tile_m=16, swap_ab=True).with_swiglu(1)
-    activation = Activation(Swiglu(), False, False)
-    of_rows, of_swapped = (
-        SwigluEpilogueSm90(config, AccumulatorSm90(config), 4096, activation).smem_elements
-        for config in (rows, swapped)
-    )
-    assert of_rows == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
-    assert of_swapped == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
-
-
-@pytest.mark.parametrize("config", CONFIGS["sm_90a"], ids=str)
-def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
-    counts = GemmLoad(config, 4096, 7168, 32).counts
-    # The rows, their scales and the weights of one K block, and the one thread that asks for them.
-    rows, columns = config.tile_m, config.tile_n
-    assert counts.a_bytes == rows * 128 + (rows + 4) * 4
-    assert counts.b_bytes == columns * 128
-    assert counts.full_arrivals == 2
-    # Four warps a warpgroup, of this CTA and of the other one, if the cluster has two.
-    warpgroups = (config.tile_n if config.swap_ab else config.tile_m) // 64
-    assert counts.empty_arrivals == 4 * warpgroups * config.cluster_size
-
-
-def test_a_copy_in_many_arrivals_beside_tma():
-    """The counts include the 64 threads that gather rows, without TMA."""
-    assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
-
-
-@pytest.mark.parametrize("config", EVERY_CONFIG, ids=str)
-def test_stages_fill_shared_memory(config):
-    assert 2 <= config.num_stages and config.smem_bytes <= SMEM_BYTES
-    if not config.stages:
-        assert config.smem_bytes + config.stage_bytes > SMEM_BYTES
-
-
-@pytest.mark.parametrize("config", CONFIGS["sm_100a"], ids=str)
-def test_accumulators_fit_in_tensor_memory(config):
-    columns = config.num_accumulators * config.acc_columns
-    assert config.num_accumulators >= 2 and columns <= config.tmem_columns <= TMEM_COLUMNS
-    assert config.tmem_columns < 2 * max(columns, 32)
-
-
-def test_what_completes_the_barriers_of_a_stage_on_blackwell():
-    """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
-    for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
-        config = BlackwellConfig(**cluster)
-        counts = GemmLoad(config, 4096, 7168, 32).counts
-        assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
-    # The first CTA of a pair issues the MMA: it gets both CTAs' arrivals and frees both' stages.
-    pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
-    assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
-    assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)
-
-
-def test_thresholds():
-    assert [choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
-    limits = [rows for rows, _ in FEW_ROWS + UNEVEN]
-    assert limits == [10, 20, 95, 150]
-    configs = [*(config for _, config in FEW_ROWS + UNEVEN), LARGEST]
-    for i, rows in enumerate(limits):
-        assert choose(rows, 4096, 7168) == configs[i]
-        assert choose(rows * 1.0001, 4096, 7168, even=True) == configs[i + 1]
-    assert choose(503, 7168, 2048, terms=2) == dataclasses.replace(LARGEST, terms=2)
-    one_wave, two = (choose(100, tiles * 128, 2048, experts=1) for tiles in (148, 149))
-    assert one_wave == ONE_WAVE[1] != two
-
-
-def test_the_gpu_tests_know_configs_of_every_architecture():
-    """A GPU must not be tested with another one's configs, nor without those that are picked."""
-    for architecture in ARCHITECTURES.values():
-        for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
-            own = type(architecture.choose(1, 4096, 7168))
-            assert {type(config) for config in configs} == {own}
-    assert set(PICKED) <= set(known.BLACKWELL)
-    for config in known.FUSED["sm_100a"]:
-        assert config.with_swiglu(2).quantises == 2
-
-
-def test_tiles_of_one_wave_are_not_made_larger():
-    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more. Two CTAs share
-    an MMA where both have rows."""
-    pair, single = ONE_WAVE
-    wide = UNEVEN[1][1]
-    assert (pair.mma_ctas, single) == (2, UNEVEN[0][1])
-    assert choose(128, 4096, 7168, experts=4) == single
-    assert choose(128, 4096, 7168, experts=5) == choose(129, 4096, 7168, experts=4) == wide
-    assert choose(129, 4096, 7168, experts=2) == choose(512, 4096, 7168, experts=1) == pair
-    assert choose(513, 4096, 7168, experts=1) == choose(151, 4096, 7168, experts=3) == LARGEST
-    assert choose(128, 4096, 7168) == wide
-    assert choose(4, 4096, 7168, experts=1).swap_ab
+    assert len(kernels) == (6 if configs[0].gathers_rows else 7)
 
 
 @pytest.mark.parametrize(

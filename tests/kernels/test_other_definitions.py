@@ -1,4 +1,5 @@
-"""The solutions of the other definitions at their true geometry, against the reference model."""
+"""The solutions of the other definitions against the reference model: in the emulator at a reduced
+geometry, on a GPU at their true one."""
 
 import importlib.util
 from collections.abc import Callable
@@ -6,14 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from deepseek import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
+from markers import backends
 from moe_fp8 import reference
 from moe_fp8.baselines import deepgemm_moe, triton_moe
 from moe_fp8.call import MoeInputs, MoeShape, run_of
 from moe_fp8.kernels import architectures
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import Schedule
 from moe_fp8.ladder import steps
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
+from problems import fused_output, layer_inputs
 
 from scripts.common.definitions import MOE, MoeDefinition
 from scripts.common.metrics import calc_diff, cosine
@@ -95,6 +100,7 @@ def model_of_flat(
         return output_of(v4, definition, inputs)
 
 
+@backends("gpu")
 @pytest.mark.parametrize("tokens", [5, 4099])
 def test_routing(tokens, definition, shape, make_inputs):
     """Experts and rows of the pairs are equal; weights differ in the rounding of `exp` at most."""
@@ -107,6 +113,7 @@ def test_routing(tokens, definition, shape, make_inputs):
     torch.testing.assert_close(got.weights, wanted.weights, rtol=3e-7, atol=0)
 
 
+@backends("gpu")
 @pytest.mark.parametrize(
     ("module", "rows"),
     [(v5, FEW), (v5, MANY), (v6, MANY)],
@@ -120,11 +127,13 @@ def test_fused(module, rows, definition, shape, make_inputs):
     assert torch.equal(got, output_of(module, definition, inputs)), "from run to run"
 
 
+@backends("gpu")
 def test_flat(definition, make_inputs, monkeypatch):
     inputs = make_inputs(tokens_of(definition, MANY))
     check(output_of(v4, definition, inputs), model_of_flat(definition, inputs, monkeypatch))
 
 
+@backends("gpu")
 @pytest.mark.parametrize("module", PEERS, ids=lambda module: module.SOLUTION["name"])
 def test_peers(module, definition, make_inputs, monkeypatch):
     package, capabilities = PEERS[module]
@@ -143,3 +152,55 @@ def test_peers(module, definition, make_inputs, monkeypatch):
     rows = (got.float() - wanted.float()).norm(dim=1) <= 0.1 * wanted.float().norm(dim=1)
     assert rows.float().mean() > 0.95
     check(got[rows], wanted[rows])
+
+
+# --- at a reduced geometry ----------------------------------------------------------------------
+
+TEN = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
+                 n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
+"""With three scale blocks in the intermediate, and ten experts a token."""
+MANY = MoeShape(num_experts=128, num_local_experts=70, hidden_size=256, intermediate_size=256,
+                n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
+"""Three experts a lane, and two scale blocks."""
+CONFIGS = {
+    "swapped, gathered": GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=4),
+    "permuted": GemmConfig(tile_m=64, cluster_n=2, overlap=True, schedule=Schedule.DYNAMIC),
+}
+
+
+@pytest.mark.all
+@backends("emulator")
+@pytest.mark.parametrize(
+    ("shape", "name", "tokens", "terms", "dynamic"),
+    [
+        (TEN, "swapped, gathered", 3, 1, False),
+        (TEN, "permuted", 33, 2, False),
+        (MANY, "swapped, gathered", 3, 1, True),
+        (MANY, "permuted", 33, 2, False),
+        (MANY, "permuted", 33, 1, True),
+    ],
+)
+def test_fused_at_a_reduced_geometry(shape, name, tokens, terms, dynamic, emulator):
+    inputs, config = layer_inputs(shape, tokens, None, 0, 1.0), CONFIGS[name]
+    wanted = torch.full((tokens, 256), torch.nan, dtype=torch.bfloat16)
+    reference.fused(inputs, wanted, shape, terms=terms)
+    rows = dict(tile_m=config.tile_m, swap_ab=config.swap_ab)
+    schedule = Schedule.DYNAMIC if dynamic else Schedule.STATIC
+    second = GemmConfig(**rows, stages=3, terms=terms, schedule=schedule)
+    configs = config.with_swiglu(terms), second
+    out = fused_output(inputs, shape, configs, poison=False)
+    assert calc_diff(out, wanted) < {1: 1e-4, 2: 1e-7}[terms] and out.isfinite().all()
+    # On demand a box has rows of neighbouring experts, too, and nothing stored is made of them.
+    hazards = [hazard for report in emulator.reports for hazard in report.hazards]
+    assert emulator.reports and all(
+        dynamic
+        and hazard["kind"] == "global-race"
+        and "asynchronous copy reads" in hazard["message"]
+        for hazard in hazards
+    )
+    emulator.reports.clear()
+    zeros = torch.zeros(shape.num_experts)
+    for bias in (zeros.bfloat16(), zeros):  # `FusedLayer` leaves it to this
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            fused_output(inputs._replace(routing_bias=bias), shape, configs)
+    assert not emulator.reports

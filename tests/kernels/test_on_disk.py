@@ -5,11 +5,13 @@ from pathlib import Path
 import on_disk
 import pytest
 import torch
+from markers import backends
 from moe_fp8.cache import CACHE_VARIABLE
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.combine import Combine, compile_combine
 from test_tiles import Lookup
 
+pytestmark = backends("emulator")
 TARGET = "sm_90a"
 
 

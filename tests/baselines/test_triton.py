@@ -1,29 +1,25 @@
 """The Triton stages and layers of the baselines: in Triton's interpreter, or on the GPU if any."""
 
-import sys
-import types
-from collections.abc import Callable
-
 import bruteforce
-import numpy as np
 import pytest
 import torch
 from bruteforce import RENORMALIZE, TINY
 from markers import more
 from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from triton_interpreter import DEVICE, interpreter_that_rounds
 
-from scripts.common.metrics import calc_diff
+from scripts.common.metrics import calc_diff, matched_ratio
 from scripts.measure import gemm_variants
 from scripts.measure.gemm_problems import Problem
 from scripts.measure.gemm_variants import Checker, Operands, Variant, Weights
 
 pytest.importorskip("triton", reason="triton is not installed")
-from moe_fp8.baselines import requirement, shared, triton_fused_moe_v2, triton_gemm, triton_moe
+from moe_fp8.baselines import requirement, shared, triton_gemm, triton_moe
 from moe_fp8.baselines import triton_stages as stages
 from moe_fp8.baselines.triton_gemm import TileConfig
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+__all__ = ["interpreter_that_rounds"]  # a fixture
 FP8 = torch.float8_e4m3fn
 NAN = float("nan")
 
@@ -33,24 +29,6 @@ ONE_GROUP = MoeShape(num_experts=24, num_local_experts=6, hidden_size=256, inter
 """The number of experts is no power of two, as in Kimi-K2."""
 SHAPES = {"small": SMALL, "tiny": TINY, "one group": ONE_GROUP}
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-
-
-def rounded(source: np.ndarray, given, wanted, mode) -> np.ndarray:
-    """Bits of a float type to bits of another, to nearest even."""
-    types_ = {"fp8e4nv": FP8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    bits = np.ascontiguousarray(source).view(f"int{given.primitive_bitwidth}")
-    values = torch.from_numpy(bits).view(types_[given.name]).to(types_[wanted.name])
-    width = wanted.primitive_bitwidth
-    return values.view(getattr(torch, f"int{width}")).numpy().view(f"uint{width}")
-
-
-@pytest.fixture(autouse=True)
-def interpreter_that_rounds(monkeypatch) -> None:
-    """Triton's interpreter drops the carry where rounding fills a mantissa: 15.9 becomes 8."""
-    if DEVICE.type == "cpu":
-        from triton.runtime import interpreter
-
-        monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 def inputs_of(shape: MoeShape, tokens: int, offset: int, **more) -> MoeInputs:
@@ -255,21 +233,6 @@ def test_combine(placed):
     assert (out == wanted).float().mean() > 0.999
 
 
-def grouped_gemm_in_torch(output, *arguments) -> None:
-    """sgl_kernel's, on a float32 product. The rows are where sizes and offsets say, whatever the
-    shape of `a`."""
-    a, b, a_scale, b_scale = arguments[5:9]
-    sizes, offsets = arguments[14], arguments[15]
-    for e, ((m, n, k), begin) in enumerate(zip(sizes.tolist(), offsets.tolist(), strict=True)):
-        assert (k, n) == tuple(b[e].shape)
-        x = a.as_strided((m, k), (k, 1), begin * k)
-        x_scale = a_scale.as_strided((m, k // 128), (k // 128, 1), begin * (k // 128))
-        alone = torch.tensor([[0], [m]])
-        out = output[begin : begin + m]
-        weights = b[e : e + 1].transpose(1, 2), b_scale[e : e + 1].transpose(1, 2)
-        reference.grouped_gemm(x, x_scale.t(), *weights, out, alone)
-
-
 TILES = {
     "narrow": TileConfig(16, 64, swap_ab=True, stages=2),
     "tma": TileConfig(16, 64, group_m=2, tma=True, stages=2),
@@ -277,20 +240,70 @@ TILES = {
 }
 
 
-def layer_of(name: str, monkeypatch) -> Callable[..., None]:
-    """A layer of the baselines in Triton, for the tests of every baseline in test_baselines.py."""
-    module = triton_moe if name in TILES else triton_fused_moe_v2
-    module.buffers.clear()
+@pytest.fixture(params=TILES)
+def layer(request, monkeypatch) -> triton_moe.TritonLayer:
+    """The layer of the tiny shape."""
+    tile = TILES[request.param]
+    triton_moe.buffers.clear()
     monkeypatch.setattr(shared, "require_gpu", lambda device, capabilities: None)
-    if name in TILES:
-        monkeypatch.setattr(module, "tiles", lambda tokens: (TILES[name], TILES[name]))
-    else:
-        sgl_kernel = types.ModuleType("sgl_kernel")
-        sgl_kernel.fp8_blockwise_scaled_grouped_mm = grouped_gemm_in_torch
-        monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
-    layer = triton_moe.TritonLayer() if name in TILES else triton_fused_moe_v2.FusedMoeV2Layer()
+    monkeypatch.setattr(triton_moe, "tiles", lambda tokens: (tile, tile))
+    layer = triton_moe.TritonLayer()
     layer.shape = TINY
     return layer
+
+
+def output_of(layer, inputs: MoeInputs) -> torch.Tensor:
+    inputs = MoeInputs(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs))
+    out = torch.full(inputs.hidden_states.shape, NAN, dtype=torch.bfloat16, device=DEVICE)
+    layer(inputs, out)
+    return out.cpu()
+
+
+NEAR = 1e-5 if DEVICE.type == "cpu" else 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offset"), [(13, -2), (4, 99), *more((1, 0), (12, 4), (9, 3), (5, 14))]
+)
+def test_layer_matches_brute_force(layer, tokens, offset):
+    favourite = max(offset, 0) + 1 if offset < 16 else None
+    inputs = bruteforce.random_inputs(TINY, tokens, offset, tokens, favourite=favourite)
+    for scale in (s for name, s in inputs._asdict().items() if name.endswith("_scale")):
+        scale.view(-1)[::7] = 0.0  # which the definition allows
+    wanted = torch.from_numpy(bruteforce.layer(inputs, TINY))
+    got = output_of(layer, inputs)
+    assert got.isfinite().all()
+    if favourite is None:
+        assert (got == 0).all() and (wanted == 0).all()
+        return
+    assert matched_ratio(got, wanted, rtol=0.02, atol=0.02) > 0.95
+    assert wanted.abs().sum() > 0 and calc_diff(got, wanted) < NEAR
+
+
+@pytest.mark.all
+def test_layer_with_renormalize_matches_brute_force(layer):
+    layer.shape = RENORMALIZE
+    inputs = bruteforce.random_inputs(RENORMALIZE, 9, seed=9)
+    wanted = torch.from_numpy(bruteforce.layer(inputs, RENORMALIZE))
+    assert calc_diff(output_of(layer, inputs), wanted) < NEAR
+
+
+@pytest.mark.all
+def test_the_routing_changes_between_calls_of_as_many_tokens(layer):
+    """Buffers are kept: nothing of the call before must show."""
+    few = bruteforce.random_inputs(TINY, 12, 4, 12)
+    many = bruteforce.random_inputs(TINY, 12, 4, 12, favourite=6)
+    none = many._replace(local_expert_offset=99)
+    first = [output_of(layer, inputs) for inputs in (few, many)]
+    assert not torch.equal(*first)
+    assert (output_of(layer, none) == 0).all()
+    for inputs, wanted in zip((few, many), first, strict=True):
+        again = output_of(layer, inputs)
+        assert calc_diff(again, wanted) < 1e-5  # slots in another order
+
+
+def test_no_token(layer):
+    assert output_of(layer, bruteforce.random_inputs(TINY, 0, 4)).shape == (0, TINY.hidden_size)
 
 
 @pytest.mark.parametrize("align", [1, 16, 128])

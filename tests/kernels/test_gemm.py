@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from markers import more
+from markers import backends, more
 from moe_fp8.kernels.architectures import of_target
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
@@ -15,6 +15,7 @@ from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, PICKED
 from moe_fp8.ladder import steps
 from problems import FP8, UNTOUCHED, Gemm, gemm
 
+pytestmark = backends("emulator")
 HOPPER = [
     Sm90(),
     Sm90(stages=2),
