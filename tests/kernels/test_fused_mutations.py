@@ -48,7 +48,7 @@ def test_a_wrong_second_term(factor, name, emulator):
     # Only the rest after the first term is a difference of two float32.
     left = replace(r"sub\.f32\s+(%r\d+), [^;]*;", rf"\g<0>\nmul.f32 \1, \1, {factor};")
     emulator.host.ptx_transform = all_of(left)
-    assert calc_diff(output_of(inputs, name, 2), wanted) > 100 * TOLERANCE[2]
+    assert calc_diff(fused_output_of(inputs, name, 2), wanted) > 100 * TOLERANCE[2]
 
 
 NOT_NEEDED_WITHIN_A_CALL = {"word", "choose"}

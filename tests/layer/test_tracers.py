@@ -9,33 +9,12 @@ from moe_fp8 import api, batched_experts, experts, fused_moe
 from moe_fp8 import layer as layer_module
 from moe_fp8.call import signature
 from moe_fp8.layer import FusedLayer, make_call
-from moe_fp8.reference import quantise_blocks
-from small_layer import PLAIN
+from small_layer import PLAIN, TOKENS, TOP_K, WEIGHTS
+from small_layer import named_tensors as tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-
-TOKENS, EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 16, 256, 128, 3
-WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")
-
-
-def tensors(seed: int = 0, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator)
-
-    w13, w13_scale = quantise_blocks(random(EXPERTS, 2 * WIDTH, HIDDEN))
-    w2, w2_scale = quantise_blocks(random(EXPERTS, HIDDEN, WIDTH))
-    return {
-        "logits": random(tokens, EXPERTS), "bias": random(EXPERTS),
-        "ids": torch.randint(EXPERTS, (tokens, TOP_K), generator=generator),
-        "weights": random(tokens, TOP_K).abs(), "x": random(tokens, HIDDEN).bfloat16(),
-        "by_expert": random(EXPERTS, tokens, HIDDEN).bfloat16(),
-        "num_tokens": torch.full((EXPERTS,), tokens, dtype=torch.int32),
-        "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
-    }  # fmt: skip
 
 
 def of_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:

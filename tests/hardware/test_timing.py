@@ -6,12 +6,16 @@ from statistics import median
 
 import pytest
 import torch
+from markers import backends
 
 from scripts.measure.timing import Timed, device_times, one_after_another
 from scripts.serve import graphs
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
-pytestmark = pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n")
+pytestmark = [
+    backends("gpu"),
+    pytest.mark.skipif(not ALONE, reason="needs the GPU for itself: run it without -n"),
+]
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from markers import backends
 
 from scripts.data import rows
 from scripts.programs import measure
 
+pytestmark = backends("gpu")
 RUN_TO_RUN = ["again", "stream", "after others", "graph"]
 BATCH = ["reversed", "doubled", "alone", "7 at a time", "80 at a time"]
 WAITING = {"v1", "v2", "v3"}

@@ -1,22 +1,28 @@
-"""Geometry rules and validation: every wrong argument is refused, with a message that helps."""
+"""Geometry rules, and wrong arguments: each is refused, before any operation, by a message that
+names it."""
 
 import dataclasses
+import functools
 import re
 import sys
 import types
 from functools import partial
+from typing import Any
 
 import bruteforce
 import numpy as np
 import pytest
 import torch
 from bruteforce import TINY as SHAPE
-from moe_fp8.call import LARGEST_SIZES, MoeInputs, MoeShape, check_call
+from faults import FAULTS, misaligned
+from moe_fp8.api import experts, fused_moe
+from moe_fp8.call import LARGEST_SIZES, MoeInputs, MoeShape, RoutedInputs, check_call
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
 from moe_fp8.kernels.route import ChooseExperts
 from moe_fp8.ladder import v2_vectorised
+from small_layer import ROUTING, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS = 5
@@ -59,47 +65,6 @@ def refusal(good: dict, **changes) -> str:
     return str(error.value)
 
 
-def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous, one element past an aligned address."""
-    buffer = torch.empty(x.numel() + 1, dtype=x.dtype)
-    out = buffer[1:].view(x.shape)
-    out.view(torch.uint8).copy_(x.view(torch.uint8))
-    return out
-
-
-def freed(x: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory was given back, as FSDP does between steps."""
-    out = x.clone()
-    out.untyped_storage().resize_(0)
-    return out
-
-
-def of_shape(change):
-    """An empty tensor whose dimensions are changed."""
-    return lambda x: torch.zeros(change(list(x.shape)), dtype=x.dtype)
-
-
-FAULTS = {  # name: (the argument with the fault, what the message says of it)
-    "nothing": (lambda x: None, "expected a torch.* got NoneType$"),
-    "number": (lambda x: 3.0, "expected a torch.* got float$"),
-    "list": (lambda x: [[1.0]], "expected a torch.* got list$"),
-    "array": (lambda x: np.zeros((TOKENS, 16), np.float32), "expected a torch.* got ndarray$"),
-    "dtype": (lambda x: x.to(torch.float16), r"expected dtype torch\.\w+, got torch.float16"),
-    "strides": (
-        lambda x: torch.zeros([*x.shape, 2], dtype=x.dtype)[..., 0],
-        r"got strides \[.*\.contiguous\(\)",
-    ),
-    "address": (misaligned, "a multiple of 16, got 0x"),
-    "device": (lambda x: x.to("meta"), "expected device cpu, got meta"),
-    "sparse": (lambda x: x.float().to_sparse(), "dense .* got layout"),
-    "freed": (freed, "expected memory .* got Tensor at address 0"),
-    "negated": (torch._neg_view, "got a negated view"),
-    "last": (of_shape(lambda dims: [*dims[:-1], dims[-1] + 16]), "expected shape"),
-    "first": (of_shape(lambda dims: [dims[0] + 1, *dims[1:]]), "expected shape"),
-    "rank+1": (of_shape(lambda dims: [*dims, 1]), "expected shape"),
-    "rank-1": (of_shape(lambda dims: dims[1:]), "expected shape"),
-    "scalar": (of_shape(lambda dims: []), "expected shape"),
-}
 OF_ANOTHER = {  # what T and device are is said by the logits, so another argument disagrees
     "device": "routing_bias: expected device meta, got cpu",
     "first": r"hidden_states: expected shape \[6, 256\], got \[5, 256\]",
@@ -123,6 +88,147 @@ def test_a_fault_of_a_tensor_is_named(good, name, fault):
         assert message.startswith(f"{name}: expected shape {text}, got {list(wrong.shape)} (")
     else:
         assert re.match(f"{name}: .*{expected}", message), message
+
+
+LEGAL = {
+    "fused_moe": [("address", "scale"), ("nothing", "bias$|^out")],
+    "experts": [
+        ("address", "topk|scale|map"),
+        ("nothing", "expert_map|out"),
+        ("last|first", "map"),
+    ],
+}
+"""Faults and arguments that are none."""
+OTHERS = {
+    "routing_logits last": "routing_bias",
+    "routing_logits device": "routing_bias",
+    "routing_logits first": "hidden_states",
+    "gemm1_weights first": "gemm1_weights_scale",
+    "hidden_states last": "hidden_size",
+    "gemm2_weights last": "intermediate_size",
+    "topk_ids last": "top_k",
+    "topk_ids first": "topk_weights",
+    "topk_ids device": "topk_weights",
+    "x last": "hidden_size",
+    "w13 first": "w13_scale",
+    "w2 last": "intermediate_size",
+}
+"""The device, the experts, the tokens and the width are those of the tensor that tells them first:
+of some faults the next argument that disagrees is named."""
+ROUTED = RoutedInputs._fields[:8]
+
+
+@functools.cache
+def _arguments_of(function: str) -> dict[str, Any]:
+    tensors, out = tensors_of(TOKENS), torch.empty(TOKENS, 256, dtype=torch.bfloat16)
+    if function == "fused_moe":
+        return dict(zip(TENSORS, (*tensors, out), strict=True)) | ROUTING
+    ids = torch.arange(16).expand(TOKENS, 16).contiguous()
+    given = dict(zip(ROUTED, (ids, torch.rand(TOKENS, 16), *tensors[2:]), strict=True))
+    return given | {"expert_map": PLACED, "output": out, "gate_first": False}
+
+
+def arguments_of(function: str) -> dict[str, Any]:
+    return dict(_arguments_of(function))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        *(("fused_moe", name) for name in TENSORS),
+        *(("experts", name) for name in (*ROUTED, "expert_map", "output")),
+    ],
+)
+def test_the_functions_name_a_wrong_tensor(function, name, fault):
+    given = arguments_of(function)
+    given[name] = FAULTS[fault][0](given[name])
+    given["out"] = given.pop("output")
+    name = "out" if name == "output" else name
+    call = {"fused_moe": fused_moe, "experts": experts}[function]
+    if any(re.search(a, fault) and re.search(b, name) for a, b in LEGAL[function]):
+        call(**given)
+        return
+    with pytest.raises(ValueError) as error:
+        call(**given)
+    wanted = OTHERS.get(f"{name} {fault}", name)
+    assert str(error.value).startswith((f"{wanted}:", f"{wanted}=")), error.value
+
+
+@pytest.mark.parametrize("name", TENSORS[:-1])
+def test_a_wrong_tensor_is_named_without_an_output_too(name) -> None:
+    tensors = dict(zip(TENSORS[:-1], tensors_of(5), strict=True))
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        fused_moe(**tensors | {name: "none"}, **ROUTING)
+
+
+@pytest.mark.parametrize("name", [*ROUTING, "accurate"])
+@pytest.mark.parametrize("value", [None, "4", [4], 2.0, 10**30, True])
+def test_wrong_numbers_and_flags_are_named(name: str, value: object) -> None:
+    if name == "accurate" and value is True:
+        return  # legal
+    fused_moe(*tensors_of(1), **ROUTING)  # 2.0 is not taken for the 2 of a call before
+    with pytest.raises(ValueError, match=rf"^{name}[=:].*expected"):
+        fused_moe(*tensors_of(1), **ROUTING | {name: value})
+
+
+PLACED = torch.arange(16, dtype=torch.int32).remainder(4)
+
+
+def call_of_experts() -> dict[str, Any]:
+    given = arguments_of("experts")
+    del given["expert_map"], given["output"]
+    return given | {"topk_ids": torch.zeros(5, 3).long(), "topk_weights": torch.zeros(5, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_map": PLACED, "local_expert_offset": 4}, "local_expert_offset: expected 0"),
+        ({"expert_map": PLACED, "num_experts": 8}, "num_experts=8: expected 16, as many as"),
+        ({"expert_map": PLACED, "num_experts": torch.ones(2)}, "num_experts: expected an"),
+        ({"num_experts": 1025}, "num_experts=1025: expected at most 1024"),
+        ({"num_experts": 16.0}, r"num_experts=16\.0: expected an integer"),
+        ({"local_expert_offset": 1.0}, "local_expert_offset: expected an integer"),
+        ({"gate_first": 1}, "gate_first: expected True or False, got 1"),
+        ({"accurate": None}, "accurate: expected True or False, got None"),
+        ({"x": torch.zeros(5, 256).bfloat16()}, "x_scale: expected None with x of torch.bfloat16"),
+        ({"x": np.zeros((5, 256))}, "x: .* of torch.float8_e4m3fn or torch.bfloat16, got ndarray"),
+        ({"x": torch.zeros(5, 256)}, "x: expected dtype torch.float8_e4m3fn or torch.bfloat16"),
+        ({"topk_ids": torch.zeros(5, 3)}, "topk_ids: expected dtype torch.int32 or torch.int64"),
+        ({"topk_weights": torch.zeros(5, 3).double()}, "topk_weights: expected dtype .*float32"),
+        ({"topk_ids": torch.zeros(5, 32).int()}, "top_k=32: expected 1..31"),
+        ({"topk_ids": torch.zeros(5, 0).int()}, "top_k=0: expected 1..31"),
+        ({"x_scale": torch.zeros(5, 2)}, r"x_scale: expected shape \[2, 5\], got \[5, 2\]"),
+        ({"x_scale": torch.zeros(10)[::2]}, r"x_scale: expected shape \[2, 5\], got \[5\]"),
+        ({"x_scale": torch.zeros(2, 5, 2)[:, :, :1]}, r"x_scale: .*, got \[2, 5, 1\]"),
+        *(({"num_experts": n}, f"num_experts={n}: expected at least 1") for n in (0, -1, -64)),
+        ({"expert_map": torch.zeros(0).int()}, "num_experts=0: expected at least 1"),
+    ],
+)  # fmt: skip
+def test_what_experts_refuses(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        experts(**call_of_experts() | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_states": torch.zeros(5, 256).bfloat16()}, "hidden_states_scale: expected None"),
+        ({"hidden_states": np.zeros((5, 256))}, "hidden_states: .* or torch.bfloat16, got ndarray"),
+        ({"hidden_states_scale": None}, "hidden_states_scale: expected a torch.float32 tensor"),
+        ({"hidden_states_scale": torch.ones(5)}, r"hidden_states_scale: expected shape \[2, 5\]"),
+        ({"hidden_states_scale": torch.tensor(1.0)}, r"hidden_states_scale: expected shape"),
+        ({"gate_first": 0}, "gate_first: expected True or False, got 0"),
+        ({"routing_logits": torch.zeros(40)}, r"routing_logits: .* \[T, E\], got .* \[40\]"),
+        ({"routing_logits": torch.zeros(5, 16).half()}, "routing_logits: expected dtype torch.flo"),
+        ({"routing_bias": torch.zeros(1, 16)}, r"routing_bias: expected shape \[16\]"),
+    ],
+)  # fmt: skip
+def test_what_fused_moe_refuses(changes, message):
+    tensors = dict(zip(TENSORS[:-1], tensors_of(5), strict=True))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        fused_moe(**tensors | ROUTING | changes)
 
 
 @pytest.mark.parametrize("name", TENSORS[:-1])
@@ -237,6 +343,9 @@ def test_validation_costs_little(good):
     finally:
         sys.setprofile(None)
     assert 0 < calls < 100, calls
+
+
+# --- geometry -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

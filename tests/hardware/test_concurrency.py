@@ -5,10 +5,10 @@ import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import deepseek
 import pytest
 import torch
-from deepseek import new_output, output_of
+from deepseek import MODULES, new_output, output_of, part_of, v1, v2, v3, v4
+from markers import backends
 from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
@@ -19,15 +19,8 @@ from moe_fp8.baselines import (
     triton_moe,
 )
 from moe_fp8.kernels.combine import compile_combine
-from moe_fp8.ladder import v1_loop_padding as v1
-from moe_fp8.ladder import v2_vectorised as v2
-from moe_fp8.ladder import v3_clustered as v3
-from moe_fp8.ladder import v4_flat as v4
-from moe_fp8.ladder import v5_fused as v5
-from moe_fp8.ladder import v6_fused_hifi as v6
 
-weights, make_inputs = deepseek.weights, deepseek.make_inputs
-
+pytestmark = backends("gpu")
 LIBRARIES = {
     triton_moe: "triton",
     triton_fused_moe_v2: "sgl_kernel",
@@ -41,10 +34,7 @@ WAITING = {v1, v2, v3}
 """Their host waits for the routing, so their calls cannot be captured."""
 
 
-OURS = [v1, v2, v3, v4, v5, v6]
-
-
-@pytest.fixture(params=[*OURS, *LIBRARIES], ids=lambda module: module.SOLUTION["name"])
+@pytest.fixture(params=[*MODULES.values(), *LIBRARIES], ids=lambda module: module.SOLUTION["name"])
 def module(request):
     library = LIBRARIES.get(request.param)
     if library is not None and importlib.util.find_spec(library) is None:
@@ -160,9 +150,4 @@ def test_131072_tokens_in_bounded_memory(make_inputs):
     assert output.isfinite().all()
     for first in (0, 16000, 131072 - 384):  # across the border of two chunks, and the last
         part = slice(first, first + 768)
-        alone = inputs._replace(
-            routing_logits=inputs.routing_logits[part],
-            hidden_states=inputs.hidden_states[part],
-            hidden_states_scale=inputs.hidden_states_scale[:, part].contiguous(),
-        )
-        assert torch.equal(output_of(v4, alone), output[part])
+        assert torch.equal(output_of(v4, part_of(inputs, part)), output[part])

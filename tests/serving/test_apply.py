@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import deepseek
 import pytest
 import torch
 from deepseek import new_output, output_of
@@ -29,8 +28,6 @@ from scripts.submit import forms
 from scripts.submit.forms import FORMS, export_of
 
 pytestmark = backends("gpu")
-
-weights, make_inputs = deepseek.weights, deepseek.make_inputs
 
 FLAT, FUSED = "cutedsl_moe_fp8_flat", "cutedsl_moe_fp8_fused"
 SPEEDUPS = {FLAT: {7: 40.0, 80: 30.0}, FUSED: {7: 30.0, 80: 40.0, 1: 50.0}}

@@ -1,4 +1,5 @@
-"""The layer as a function and as an operator, and the examples that use it."""
+"""The layer as a function and as an operator: compiled, exported, on another device than the
+current one; and the examples that use it."""
 
 import io
 import os
@@ -10,11 +11,13 @@ import moe_fp8
 import pytest
 import torch
 import torch._functorch.config as functorch
+from deepseek import output_of, v5
+from markers import backends
 from moe_fp8 import api
 from moe_fp8.api import fused_moe
-from moe_fp8.call import BLOCK, DEEPSEEK_V3, MoeInputs
+from moe_fp8.call import DEEPSEEK_V3, MoeInputs
 from moe_fp8.ladder import v5_fused, v6_fused_hifi
-from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.reference import quantise_rows
 from small_layer import PLAIN, ROUTING, SHAPE, tensors_of, wanted_of
 
 from scripts.common.project import ROOT
@@ -85,6 +88,21 @@ def test_compiled_without_a_break_for_any_number_of_tokens(accurate):
     for tokens in (3, 17, 40):
         tensors = tensors_of(tokens)
         assert torch.equal(compiled(*tensors), layer(*tensors))
+
+
+@backends("gpu")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_on_a_gpu(compiler, make_inputs):
+    """The code around the call is compiled with it. The bits are those of a call alone."""
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        out = fused_moe(*tensors, local_expert_offset=64, routed_scaling_factor=2.5)
+        return out.float() * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=compiler)
+    for tokens in (7, 61, 80):
+        inputs = make_inputs(tokens, offset=64)
+        assert torch.equal(compiled(*inputs[:8]), 2 * output_of(v5, inputs).float())
 
 
 def test_compiled_into_a_given_output():
@@ -173,81 +191,6 @@ def test_the_package_twice_in_a_process():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("exponent", range(-150, -110, 3))
-def test_quantised_values_below_the_normal_range(exponent, monkeypatch):
-    """The values are as near as float32's least step allows a scale to be."""
-    x = (torch.randn(5, 384).double() * 2.0**exponent).float()
-    # Scales that are rounded down by almost half, and one that is rounded to 0.
-    x[:3, 0] = 448 * 2.0**-149 * torch.tensor([1.49, 2.49, 0.49])
-    x[:3, 1:128] = 0
-    converted, convert = [], torch.Tensor.to
-    with monkeypatch.context() as context:
-        context.setattr(torch.Tensor, "to", lambda v, *to: converted.append(v) or convert(v, *to))
-        q, scale = quantise_rows(x)
-    # Some versions of torch convert what is beyond to NaN.
-    assert [values.abs().max() <= 448 for values in converted] == [True]
-    wide = scale.t().repeat_interleave(BLOCK, 1).double()
-    step = torch.where(wide == 1, 0.0, wide * 2.0**-10)
-    error = (q.double() * wide - x.double()).abs()
-    assert (error <= x.double().abs() / 16 + step + 448 * 2.0**-150).all()
-    assert scale[0, :3].tolist() == [2.0**-149, 2.0**-148, 1.0]
-    assert q[:3, 0].float().tolist() == [448.0, 448.0, 0.0], "the range's end, and 0"
-
-
-@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
-def test_quantised_values_are_near(magnitude):
-    """e4m3 has 4 significant bits: half a step is 1/16 of a value, or of the smallest normal."""
-    x = magnitude * torch.randn(5, 384)
-    q, scale = quantise_rows(x)
-    assert q.shape == x.shape and scale.shape == (3, 5) and scale.is_contiguous()
-    wide = scale.t().repeat_interleave(BLOCK, 1)
-    assert ((q.float() * wide - x).abs() <= x.abs() / 16 + wide * 2**-10).all()
-    assert (q.float().abs().view(5, 3, BLOCK).amax(-1) == 448).all()
-
-    w = magnitude * torch.randn(2, 256, 384)
-    q, scale = quantise_blocks(w)
-    assert q.shape == w.shape and scale.shape == (2, 2, 3)
-    wide = scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    assert ((q.float() * wide - w).abs() <= w.abs() / 16 + wide * 2**-10).all()
-
-
-def test_what_is_quantised_is_contiguous_whatever_it_was_made_of():
-    for quantise, x in (
-        (quantise_rows, torch.randn(256, 128).t()),
-        (quantise_blocks, torch.randn(2, 256, 128).transpose(1, 2)),
-    ):
-        for found, wanted in zip(quantise(x), quantise(x.contiguous()), strict=True):
-            assert found.is_contiguous() and torch.equal(found.float(), wanted.float())
-
-
-def test_zeros_are_zeros():
-    for q, scale in (quantise_rows(torch.zeros(2, 128)), quantise_blocks(torch.zeros(1, 128, 128))):
-        assert (q.float() == 0).all() and (scale == 1).all()
-
-
-ROWS = r"^x: expected floating-point \[T, H\], H a multiple of 128, got "
-BLOCKS = r"^w: expected floating-point \[..., N, K\], multiples of 128, got "
-
-
-@pytest.mark.parametrize(
-    ("quantise", "given", "message"),
-    [
-        (quantise_rows, torch.zeros(2, 100), ROWS + r"torch.float32 \[2, 100\]"),
-        (quantise_rows, torch.zeros(128), ROWS + r"torch.float32 \[128\]"),
-        (quantise_rows, torch.zeros(2, 128).int(), ROWS + "torch.int32"),
-        (quantise_rows, [[0.0]], ROWS + "list$"),
-        (quantise_blocks, torch.zeros(1, 128, 100), BLOCKS + r"torch.float32 \[1, 128, 100\]"),
-        (quantise_blocks, torch.zeros(1, 100, 128), BLOCKS),
-        (quantise_blocks, torch.zeros(128), BLOCKS + r"torch.float32 \[128\]"),
-        (quantise_blocks, torch.zeros(128, 128).cfloat(), BLOCKS + "torch.complex64"),
-        (quantise_blocks, None, BLOCKS + "NoneType$"),
-    ],
-)
-def test_what_cannot_be_quantised_is_named(quantise, given, message):
-    with pytest.raises(ValueError, match=message):
-        quantise(given)
-
-
 def test_the_module_of_the_examples_keeps_the_bias_as_it_is(monkeypatch):
     """Experts that differ by less than bfloat16 holds are chosen as in the model."""
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -286,3 +229,53 @@ def test_the_package_offers_the_functions_and_imports_them_late():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "solutions")
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         moe_fp8.absent  # noqa: B018
+
+
+@backends("gpu")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one(make_inputs):
+    inputs = make_inputs(61)
+    there = [x.to("cuda:1") for x in inputs[:8]]
+    got = fused_moe(*there, local_expert_offset=64, routed_scaling_factor=2.5)
+    assert torch.cuda.current_device() == 0 and got.get_device() == 1
+    assert torch.equal(got.cpu(), output_of(v5, inputs).cpu())
+
+
+@backends("gpu")
+def test_later_calls_of_other_types_and_sizes_compute_what_first_calls_do(make_inputs):
+    """A call that looks like an earlier one goes a short way, which compares neither types nor
+    layouts: the compiled function refuses another call's, and the call goes the long way."""
+
+    def call(tokens: int, change: dict[int, object]) -> torch.Tensor:
+        tensors = list(make_inputs(tokens, offset=64)[:8])
+        for place, value in change.items():
+            tensors[place] = value(tensors[place]) if callable(value) else value
+        return fused_moe(*tensors, local_expert_offset=64, routed_scaling_factor=2.5)
+
+    to_e8m0 = lambda x: x.to(torch.float8_e8m0fnu)  # noqa: E731
+    forms: list[dict[int, object]] = [
+        {},
+        {0: torch.Tensor.bfloat16},
+        {1: None},
+        {1: torch.Tensor.float},
+        {2: torch.Tensor.bfloat16, 3: None},
+        {3: lambda x: x.t().contiguous().t()},
+        {5: to_e8m0, 7: to_e8m0},
+        {0: lambda x: x[:, :128].contiguous(), 1: lambda x: x[:128].contiguous()},
+    ]
+    cases = [(tokens, form) for form in forms for tokens in (7, 61)]
+    first = []
+    for tokens, form in cases:
+        api._layer.cache_clear()
+        api._layers_seen.cache_clear()
+        first.append(call(tokens, form))
+    answers = [*zip(cases, first, strict=True)]
+    for (tokens, form), right in [*answers, *reversed(answers)]:
+        for _ in range(2):
+            assert torch.equal(call(tokens, form), right), (tokens, form)
+    wrong = ({0: torch.Tensor.half}, {2: torch.Tensor.bfloat16}, {3: None}, {5: to_e8m0}, {6: None})
+    for form in wrong:
+        for _ in range(2):
+            call(7, {})
+            with pytest.raises(ValueError, match="expected"):
+                call(7, form)
