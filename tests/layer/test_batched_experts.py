@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
+import ptxemu
 import pytest
 import torch
 from markers import backends, more, only
@@ -490,15 +491,29 @@ def agree(got: torch.Tensor, wanted: torch.Tensor, inputs: BatchedInputs, terms:
     assert not there.any() or calc_diff(got[there], wanted[there]) < max(TOLERANCE[terms], 2e-6)
 
 
-@pytest.fixture
-def device(kernel, monkeypatch) -> None:
-    use_target(monkeypatch, kernel.target)
+def check(
+    inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes: Any
+) -> torch.Tensor:
+    """The output, if it is the model's and no kernel has a hazard."""
+    got = output_of(inputs, kernel, shape, **changes)
+    assert [report.hazards for report in ptxemu.reports] == 3 * [[]], "three kernels"
+    agree(
+        got,
+        wanted_of(inputs, kernel.terms, shape, changes.get("gate_first", False)),
+        inputs,
+        kernel.terms,
+    )
+    ptxemu.reports.clear()
+    return got
 
 
-def in_the_emulator(test):
-    return backends("emulator")(pytest.mark.usefixtures("device")(test))
+@pytest.fixture(autouse=True)
+def target(request, monkeypatch) -> None:
+    if "kernel" in request.fixturenames:
+        use_target(monkeypatch, request.getfixturevalue("kernel").target)
 
 
+in_the_emulator = backends("emulator")
 EARLY = Kernel("sm_90a", "8 swapped, early")
 SOME = [EARLY, Kernel("sm_90a", "192 on demand"), Kernel("sm_100a", "32 swapped")]
 OTHERS = [
@@ -508,6 +523,8 @@ OTHERS = [
     *(Kernel("sm_100a", "16 swapped", 2), Kernel("sm_100a", "128", 2)),
     Kernel("sm_100a", "256 by two CTAs"),
 ]
+some_kernels = pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+an_early_one = pytest.mark.parametrize("kernel", [EARLY], ids=str)
 EVERY = [SOME[0], Kernel("sm_90a", "64 overlapped", 2), SOME[2], *more(*((k,) for k in OTHERS))]
 
 
@@ -515,10 +532,7 @@ EVERY = [SOME[0], Kernel("sm_90a", "64 overlapped", 2), SOME[2], *more(*((k,) fo
 @pytest.mark.parametrize("tokens", [FP8, BF16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("kernel", EVERY, ids=str)
 def test_kernels_as_the_model(kernel, tokens, mode, emulator):
-    inputs = inputs_of(tokens)
-    got, wanted = output_of(inputs, kernel), wanted_of(inputs, kernel.terms)
-    assert [report.hazards for report in emulator.reports] == 3 * [[]], "three kernels"
-    agree(got, wanted, inputs, kernel.terms)
+    check(inputs_of(tokens), kernel)
 
 
 @in_the_emulator
@@ -532,18 +546,15 @@ def test_kernels_as_the_model(kernel, tokens, mode, emulator):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kernel", [SOME[0], *more(*((k,) for k in SOME[1:]))], ids=str)
+@some_kernels
 def test_any_number_of_rows(kernel, rows, counts, emulator):
     """Rows that TMA's strides do not divide, and counts of a part of a tile."""
     for tokens in (FP8, BF16):
-        inputs = inputs_of(tokens, rows, counts)
-        got = output_of(inputs, kernel)
-        assert not any(report.hazards for report in emulator.reports)
-        agree(got, wanted_of(inputs), inputs, 1)
+        check(inputs_of(tokens, rows, counts), kernel)
 
 
 @in_the_emulator
-@pytest.mark.parametrize("kernel", [EARLY], ids=str)
+@an_early_one
 def test_counts_beyond_the_places(kernel, emulator):
     """No memory around the arguments is read or written."""
     inputs = inputs_of(FP8, counts=[PLACES, 0, PLACES, 0, PLACES])
@@ -555,7 +566,7 @@ def test_counts_beyond_the_places(kernel, emulator):
 
 
 @in_the_emulator
-@pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+@some_kernels
 def test_kernels_take_scales_as_they_lie(kernel, emulator):
     inputs = inputs_of(FP8)
     wanted, scale = output_of(inputs, kernel), inputs.x_scale
@@ -569,31 +580,29 @@ def test_kernels_take_scales_as_they_lie(kernel, emulator):
 
 
 @in_the_emulator
-@pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+@some_kernels
 def test_the_clamped_swiglu_and_gate_first(kernel, emulator):
     inputs = inputs_of(BF16)
-    got = output_of(inputs, kernel, CLAMPED, gate_first=True)
-    assert not any(report.hazards for report in emulator.reports)
-    wanted = wanted_of(inputs, 1, CLAMPED, gate_first=True)
-    agree(got, wanted, inputs, 1)
-    assert calc_diff(wanted_of(inputs, 1, SHAPE, gate_first=True)[2], wanted[2]) > 0.01
+    got = check(inputs, kernel, CLAMPED, gate_first=True)
+    assert calc_diff(wanted_of(inputs, 1, SHAPE, gate_first=True)[2], got[2]) > 0.01
 
 
 @in_the_emulator
-@pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+@some_kernels
 def test_scales_of_powers_of_two_and_of_weights_that_are_exponents(kernel, emulator):
     shape = dataclasses.replace(SHAPE, ue8m0=True)
     inputs = inputs_of(BF16)
     scales = {n: getattr(inputs, n).abs().log2().ceil().exp2() for n in ("w13_scale", "w2_scale")}
     inputs = inputs._replace(**scales)
     exponents = {name: scale.to(torch.float8_e8m0fnu) for name, scale in scales.items()}
-    got = output_of(inputs._replace(**exponents), kernel, shape, weight_scale=torch.float8_e8m0fnu)
-    agree(got, wanted_of(inputs, 1, shape), inputs, 1)
-    assert torch.equal(got, output_of(inputs, kernel, shape))
+    inputs = inputs._replace(**exponents)
+    got = output_of(inputs, kernel, shape, weight_scale=torch.float8_e8m0fnu)
+    ptxemu.reports.clear()
+    assert torch.equal(got, check(inputs._replace(**scales), kernel, shape))
 
 
 @in_the_emulator
-@pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+@some_kernels
 def test_the_bits_of_the_fused_layer(kernel, emulator):
     """The fused layer gets the same tokens with one expert each and a weight of 1, so its rows have
     the same order."""
@@ -607,7 +616,7 @@ def test_the_bits_of_the_fused_layer(kernel, emulator):
 
 
 @in_the_emulator
-@pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+@some_kernels
 def test_a_row_s_bits_are_its_own(kernel, emulator):
     """Wherever it lies, whatever is beside it: a NaN stays in its row."""
     inputs = inputs_of(BF16)
@@ -626,15 +635,12 @@ def test_a_row_s_bits_are_its_own(kernel, emulator):
 @in_the_emulator
 @pytest.mark.all
 @pytest.mark.parametrize("blocks", [1, PLACE_WARPS - 1, PLACE_WARPS + 1])
-@pytest.mark.parametrize("kernel", [EARLY], ids=str)
+@an_early_one
 def test_widths_that_warps_do_not_divide(blocks, kernel, emulator):
     shape = MoeShape(40, 40, blocks * 128, 128, 1, 1, 1, "given")
     counts = [e % 4 for e in range(40)]
     for tokens in (FP8, BF16):
-        inputs = inputs_of(tokens, 3, counts, shape)
-        got = output_of(inputs, kernel, shape)
-        assert not any(report.hazards for report in emulator.reports)
-        agree(got, wanted_of(inputs, 1, shape), inputs, 1)
+        check(inputs_of(tokens, 3, counts, shape), kernel, shape)
 
 
 END = r"add\.s32(\s+%r\d+, %r\d+, %r\d+;\s+st\.global\.b32\s+\[%rd\d+\+20\])"
@@ -659,7 +665,7 @@ FAULTS = {
 @in_the_emulator
 @pytest.mark.all
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kernel", [EARLY], ids=str)
+@an_early_one
 def test_a_fault_shows(fault, kernel, emulator):
     """A fault is an error, a hazard or another result in some schedule."""
     inputs = inputs_of(FP8, counts=[3, 0, PLACES, 1, 8])

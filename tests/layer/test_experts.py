@@ -316,6 +316,10 @@ def test_one_token_needs_no_kernel_but_those_of_more(monkeypatch):
         for scale in (usual_lines(tensors[3]), tensors[3], token_major(tensors[3])):
             experts(**call_of(tokens) | {"x_scale": scale})
     assert layers[:3] == layers[3:] and layers[0] == layers[1] != layers[2]
+    assert layers[2].usual_form.strided_scales
+    logits, bias, x, x_scale, *weights = tensors_of(1)
+    fused_moe(logits, bias, x, token_major(x_scale), *weights, **ROUTING)
+    assert layers[6].usual_form.strided_scales
 
 
 def test_what_stands_first_where_nothing_is_said():
@@ -629,18 +633,6 @@ def test_a_geometry_of_given_experts():
     with pytest.raises(ValueError, match="n_group=2: expected 1, given knows no groups"):
         MoeShape(16, 4, 128, 128, 2, 1, 3, "given")
     assert Form.usual(MoeShape(1, 1, 128, 128, 1, 1, 3, "given")).choice == torch.int32
-
-
-def test_compiled_into_a_given_output():
-    call = call_of(7)
-
-    def layer(out: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-        return experts(**call, local_expert_offset=OFFSET, out=out)
-
-    out = torch.full((7, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16)
-    made = torch.compile(layer, fullgraph=True, backend="aot_eager")(out, call)
-    wanted = experts(**call, local_expert_offset=OFFSET)
-    assert torch.equal(made, wanted) and torch.equal(out, wanted)
 
 
 # --- the compiled kernels, in the emulator --------------------------------------------------------

@@ -1,7 +1,6 @@
-"""The layer as a function and as an operator: compiled, exported, on another device than the
-current one; and the examples that use it."""
+"""The layer as a function and as an operator: compiled, on another device than the current one; and
+the examples that use it."""
 
-import io
 import os
 import re
 import subprocess
@@ -52,17 +51,6 @@ def test_it_is_the_solutions_layer():
         assert layer == module.layer_at(DEEPSEEK_V3)
 
 
-def test_one_token_whose_scales_are_transposed_needs_the_kernel_of_more():
-    """`prepare` makes scales like these: a single row is contiguous, but its strides differ."""
-    layers = []
-    for tokens in (1, 8):
-        logits, bias, x, x_scale, *rest = tensors_of(tokens)
-        x_scale = x_scale.t().contiguous().view(tokens, -1).t()
-        given = logits, bias, x, x_scale, *rest
-        layers.append(api.call_of(fused_moe, *given, **ROUTING)[0])
-    assert layers[0] == layers[1] and layers[0].usual_form.strided_scales
-
-
 def test_the_operator():
     tensors = tensors_of(5)
     out = torch.empty(5, SHAPE.hidden_size, dtype=torch.bfloat16)
@@ -78,18 +66,6 @@ def test_the_operator():
     assert torch.equal(out, wanted_of(tensors, 4, 2.5))
 
 
-@pytest.mark.parametrize("accurate", [False, True])
-def test_compiled_without_a_break_for_any_number_of_tokens(accurate):
-    def layer(*tensors: torch.Tensor) -> torch.Tensor:
-        out = fused_moe(*tensors, local_expert_offset=4, accurate=accurate, **ROUTING)
-        return 2 * out + 1
-
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (3, 17, 40):
-        tensors = tensors_of(tokens)
-        assert torch.equal(compiled(*tensors), layer(*tensors))
-
-
 @backends("gpu")
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_on_a_gpu(compiler, make_inputs):
@@ -103,45 +79,6 @@ def test_compiled_on_a_gpu(compiler, make_inputs):
     for tokens in (7, 61, 80):
         inputs = make_inputs(tokens, offset=64)
         assert torch.equal(compiled(*inputs[:8]), 2 * output_of(v5, inputs).float())
-
-
-def test_compiled_into_a_given_output():
-    tensors = tensors_of(7)
-
-    def layer(out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        return fused_moe(*tensors, local_expert_offset=4, out=out, **ROUTING)
-
-    out = torch.full((7, SHAPE.hidden_size), torch.nan, dtype=torch.bfloat16)
-    made = torch.compile(layer, fullgraph=True, backend="aot_eager")(out, *tensors)
-    wanted = wanted_of(tensors, 4, 1.0)
-    assert torch.equal(made, wanted) and torch.equal(out, wanted)
-
-
-class Module(torch.nn.Module):
-    """A layer of a model that calls ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, tensor in zip(MoeInputs._fields[4:8], tensors_of(0)[4:], strict=True):
-            self.register_buffer(name, tensor)
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        weights = (getattr(self, name) for name in MoeInputs._fields[4:8])
-        return 2 * fused_moe(*tensors, *weights, local_expert_offset=4, **ROUTING) + 1
-
-
-def test_exported_saved_and_loaded():
-    """torch.export makes a program for any number of tokens."""
-    tokens, layer, file = torch.export.Dim("tokens", max=2**20), Module(), io.BytesIO()
-    dynamic = ({0: tokens}, None, {0: tokens}, {1: tokens})
-    exported = torch.export.export(layer, tensors_of(7)[:4], dynamic_shapes=(dynamic,))
-    torch.export.save(exported, file)
-    file.seek(0)
-    loaded = torch.export.load(file).module()
-    for count in (1, 3, 40):
-        tensors = tensors_of(count)[:4]
-        assert torch.equal(loaded(*tensors), layer(*tensors))
-    assert (layer(*tensors) != 1).any()
 
 
 def test_the_compiler_keeps_the_strides_of_the_inputs():

@@ -14,7 +14,7 @@ import deepseek
 import numpy as np
 import pytest
 import torch
-from deepseek import MODULES, every_module, new_output, part_of, random_fp8, v4, v5, v6
+from deepseek import MODULES, every_module, new_output, part_of, v4, v5, v6
 from deepseek import SHAPE as DEEPSEEK
 from deepseek import output_of as module_output
 from faults import FAULTS
@@ -239,32 +239,35 @@ def test_scales_of_experts_without_a_token_do_not_matter(layer, scale) -> None:
 # --- random problems ------------------------------------------------------------------------------
 
 
-def random_problem(seed: int) -> tuple[MoeShape, MoeInputs]:
+def random_problem(seed: int, large: bool = False) -> tuple[MoeShape, MoeInputs]:
     """A geometry, a routing and values that nobody chose, reproducible from the seed."""
     rng = np.random.default_rng(seed)
 
     def draw(least: int, most: int) -> int:
         return int(rng.integers(least, most + 1))
 
-    n_group, group_size = 2 ** draw(0, 3), 2 ** draw(1, 3)
+    n_group = 2 ** draw(0, 3)
+    group_size = 2 ** draw(5, 8) // n_group if large else 2 ** draw(1, 3)
     topk_group = draw(1, n_group)
     experts = n_group * group_size
     shape = MoeShape(
         num_experts=experts,
-        num_local_experts=draw(1, min(6, experts)),
-        hidden_size=128 * draw(1, 3),
-        intermediate_size=128 * draw(1, 2),
+        num_local_experts=draw(1, 32 if large else min(6, experts)),
+        hidden_size=128 * draw(1, 16 if large else 3),
+        intermediate_size=128 * draw(1, 8 if large else 2),
         n_group=n_group,
         topk_group=topk_group,
         top_k=draw(1, min(8, topk_group * group_size)),
     )
     offset = draw(-shape.num_local_experts, experts)
     favourite = draw(0, experts - 1) if draw(0, 1) else None
-    inputs = bruteforce.random_inputs(shape, draw(0, 20), offset, seed, favourite=favourite)
+    inputs = bruteforce.random_inputs(
+        shape, draw(1, 700) if large else draw(0, 20), offset, seed, favourite=favourite
+    )
     for name in ("hidden_states_scale", "gemm1_weights_scale", "gemm2_weights_scale"):
         scale = getattr(inputs, name)
         scale *= 10.0 ** rng.uniform(-3, 3)
-        scale.view(-1)[:: draw(2, 9)] = 0.0
+        scale.view(-1)[:: draw(2, 99 if large else 9)] = 0.0
     return shape, inputs._replace(routed_scaling_factor=float(rng.normal()))
 
 
@@ -281,57 +284,10 @@ def test_random_problem(seed: int) -> None:
         assert not got.any() if not wanted.any() else calc_diff(got, wanted) < bound, name
 
 
-def problem_of_a_gpu(seed: int) -> tuple[MoeShape, MoeInputs]:
-    """A geometry that fits a warp's routing, a routing and values, reproducible from the seed."""
-    rng = np.random.default_rng(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def draw(least: int, most: int) -> int:
-        return int(rng.integers(least, most + 1))
-
-    def normal(*dims: int) -> torch.Tensor:
-        return torch.randn(dims, generator=generator, device="cuda")
-
-    experts, n_group = 2 ** draw(5, 8), 2 ** draw(0, 3)
-    topk_group = draw(1, n_group)
-    shape = MoeShape(
-        num_experts=experts,
-        num_local_experts=draw(1, 32),
-        hidden_size=128 * draw(1, 16),
-        intermediate_size=128 * draw(1, 8),
-        n_group=n_group,
-        topk_group=topk_group,
-        top_k=draw(1, min(8, topk_group * experts // n_group)),
-    )
-    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    tokens, offset = draw(1, 700), draw(-e, experts)
-    bias = normal(experts) * draw(0, 2)
-    if draw(0, 1):  # every token chooses one expert, which is local unless the offset is at an end
-        bias[min(max(offset + draw(0, e - 1), 0), experts - 1)] = 8.0
-    scales = [
-        normal(*dims) * 10.0 ** rng.uniform(-3, 3)
-        for dims in ((h // 128, tokens), (e, 2 * i // 128, h // 128), (e, h // 128, i // 128))
-    ]
-    for scale in scales:
-        scale.view(-1)[:: draw(2, 99)] = 0.0
-    return shape, MoeInputs(
-        normal(tokens, experts),
-        bias.bfloat16(),
-        random_fp8(generator, tokens, h),
-        scales[0],
-        random_fp8(generator, e, 2 * i, h),
-        scales[1],
-        random_fp8(generator, e, h, i),
-        scales[2],
-        offset,
-        float(rng.normal()),
-    )
-
-
 @on_a_gpu
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + (COUNT or 2)))
-def test_random_problem_on_a_gpu(seed):
-    shape, inputs = problem_of_a_gpu(seed)
+def test_random_problem_on_a_gpu(seed, backend):
+    shape, inputs = backend.to(random_problem(seed, large=True))
     for accurate in (False, True):
         wanted = new_output(inputs)
         model.fused(inputs, wanted, shape, terms=2 if accurate else 1)

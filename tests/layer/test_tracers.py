@@ -1,5 +1,6 @@
 """Tracers see a call of the layer as one operator; requests for derivatives are refused."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -119,9 +120,26 @@ def test_export(layer, strict):
     given = (tensors(),)
     exported = torch.export.export(Module(), given, dynamic_shapes=(shapes,), strict=strict)
     assert operator(layer) in calls_of(exported.graph)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
     for count in (1, TOKENS, 40):
         given = tensors(1, count)
-        assert torch.equal(exported.module()(given), layer(given))
+        assert torch.equal(loaded(given), layer(given))
+
+
+@LAYERS
+def test_compiled_without_a_break(layer):
+    """For any number of tokens, and into an output that is there."""
+    compiled = torch.compile(
+        lambda given: layer(given) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for count in (3, 17, 40):
+        given = tensors(1, count)
+        given |= {"out": torch.full_like(given[tokens_of(layer)], torch.nan)}
+        wanted = layer(tensors(1, count))
+        assert torch.equal(compiled(given), 2 * wanted) and torch.equal(given["out"], wanted)
 
 
 @LAYERS

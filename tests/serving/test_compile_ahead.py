@@ -1,6 +1,7 @@
 """Compiling before the first call: which kernels, where, and that what is on disk is not again.
 Afterwards no call compiles or loads a kernel."""
 
+import functools
 import os
 import pickle
 import select
@@ -33,7 +34,7 @@ from moe_fp8.call import (
 from moe_fp8.kernels import architectures, fused
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.reference import quantise_rows
 from moe_fp8.serving import prepare as ahead
 from small_layer import HIDDEN, TOP_K, WEIGHTS
 from small_layer import named_tensors as tensors
@@ -296,51 +297,30 @@ def test_where_the_pool_is_killed_its_workers_end():
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
-EXPERTS, WIDE, WIDTH, CHOSEN = 16, 512, 256, 4
+
+WIDE = 512
 TOKENS = (1, 5, 40, 200, 700, 1500)
 
 
-def weights() -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device="cuda")
-
-    return (
-        *quantise_blocks(random(EXPERTS, 2 * WIDTH, WIDE)),
-        *quantise_blocks(random(EXPERTS, WIDE, WIDTH)),
-    )
+@functools.cache
+def given_on_a_gpu(tokens: int) -> dict[str, torch.Tensor]:
+    """A geometry of 16 experts, of which a token has four."""
+    given = tensors(tokens, tokens, hidden=WIDE, width=256, top_k=4)
+    return {name: tensor.cuda() for name, tensor in given.items()}
 
 
-def tokens_of(tokens: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(tokens)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device="cuda")
-
-    scores = random(tokens, EXPERTS)
-    return {
-        "logits": scores,
-        "ids": scores.topk(CHOSEN).indices.int(),
-        "weights": random(tokens, CHOSEN).abs(),
-        "x": random(tokens, WIDE).bfloat16(),
-    }
-
-
-def call_on_a_gpu(
-    kind: str, tokens: int, of: tuple[torch.Tensor, ...]
-) -> tuple[Any, tuple, dict[str, Any]]:
+def call_on_a_gpu(kind: str, tokens: int) -> tuple[Any, tuple, dict[str, Any]]:
     """A function, its arguments and options."""
-    given = tokens_of(tokens)
+    given, of = given_on_a_gpu(tokens), [given_on_a_gpu(1)[name] for name in WEIGHTS]
     if kind == "fused_moe":
-        routing = {"n_group": 1, "topk_group": 1, "top_k": CHOSEN}
+        routing = {"n_group": 1, "topk_group": 1, "top_k": 4}
         return fused_moe, (given["logits"], None, given["x"], None, *of), routing
     x, options = given["x"], {"accurate": kind == "accurate"}
     if kind == "fp8, scales by token":
         x, scale = quantise_rows(x)
         # `contiguous` would leave the strides of one token, which are those of both layouts.
         options["x_scale"] = scale.new_empty(scale.shape[::-1]).copy_(scale.t()).t()
-    return experts, (given["ids"], given["weights"], x, *of), options
+    return experts, (given["ids"].int(), given["weights"], x, *of), options
 
 
 @backends("gpu")
@@ -351,19 +331,18 @@ def test_nothing_is_compiled_or_loaded_afterwards(kind, monkeypatch, tmp_path):
 
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(fused.compile_fused, "functions", {})
-    of = weights()
-    function, arguments, options = call_on_a_gpu(kind, 3, of)
+    function, arguments, options = call_on_a_gpu(kind, 3)
     assert prepare(function, *arguments, **options, tokens=2048) >= 3
     monkeypatch.setattr(fused, "compiled", refuse)
     for tokens in TOKENS:
-        function, arguments, options = call_on_a_gpu(kind, tokens, of)
+        function, arguments, options = call_on_a_gpu(kind, tokens)
         made = function(*arguments, **options)
         on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         wanted = function(*(a if a is None else a.cpu() for a in arguments), **on_cpu)
         assert calc_diff(made.cpu(), wanted) < 1e-4
     assert prepare(function, *arguments, **options, tokens=2048) == 0
 
-    function, arguments, options = call_on_a_gpu(kind, 77, of)  # as many as no call had
+    function, arguments, options = call_on_a_gpu(kind, 77)  # as many as no call had
     graph, out = torch.cuda.CUDAGraph(), made.new_full((77, WIDE), torch.nan)
     with torch.cuda.graph(graph):
         function(*arguments, **options, out=out)

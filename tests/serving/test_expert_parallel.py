@@ -143,38 +143,45 @@ def test_the_sum_is_in_float32_in_the_order_of_the_ranks(ranks, tmp_path):
     world(sum_of_rank, ranks, tmp_path)
 
 
-@pytest.mark.parametrize("with_buffer", [False, True])
-@pytest.mark.parametrize(("tokens", "experts"), [(0, 4), (1, 4), (11, 4), (1, 2), (1, 3)])
-def test_one_rank_is_the_layer(alone, with_buffer, tokens, experts):
-    """A rank's own tokens come back as they are, however many, each sent once; with the scales of
-    its values, whose number is not a multiple of what DeepEP copies. Behind the logits of 2 or 3
-    experts the values are not where the layer could read them."""
-    arguments = [*given_to(0, 1, tokens)]
-    arguments[0], arguments[1] = arguments[0][:, :experts].contiguous(), arguments[1][:experts]
-    arguments[4:] = [tensor[:experts] for tensor in arguments[4:]]
-    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
-    buffer = deep_ep_buffer(experts, HIDDEN) if with_buffer else None
-    wanted = fused_moe(*arguments, **routing)
-    assert torch.equal(expert_parallel_moe(*arguments, **routing, buffer=buffer), wanted)
-    assert tokens == 0 or wanted.abs().sum() > 0
+TOP_2 = {"n_group": 1, "topk_group": 1, "top_k": 2}
 
 
-def in_form(name: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """The arguments, one of them in another form."""
+def none_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """No tokens, by views of some: the strides are those of the tensors that they are views of."""
+    logits, bias, x, x_scale, *weights = given
+    return logits.t().contiguous().t()[:0], bias, x[:0], x_scale[:, :0], *weights
+
+
+def in_form(name: str) -> dict[str, Any]:
+    """Arguments of one rank, one of them in another form."""
+    tokens, experts = {
+        "0 tokens": (0, 4),
+        "1 token": (1, 4),
+        "2 experts": (1, 2),
+        "3 experts": (1, 3),
+    }.get(name, (9, 4))
+    logits, bias, x, x_scale, *weights = given_to(0, 1, tokens)
+    # Behind the logits of 2 or 3 experts the values are not where the layer could read them.
+    logits, bias = logits[:, :experts].contiguous(), bias[:experts]
+    tensors = logits, bias, x, x_scale, *(tensor[:experts] for tensor in weights)
+    if name == "one of several":  # whose scales have the strides of all
+        tensors = logits[3:4], bias, x[3:4], x_scale[:, 3:4], *weights
+    if name == "none of several":
+        tensors = none_of(tensors)
     given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
     if name == "bfloat16 tokens":
         generator = torch.Generator().manual_seed(3)
         given["hidden_states"] = torch.randn(9, HIDDEN, generator=generator).bfloat16()
         given["hidden_states_scale"] = None
     elif name == "bfloat16 logits":
-        given["routing_logits"] = given["routing_logits"].bfloat16()
+        given["routing_logits"] = logits.bfloat16()
     elif name == "float32 bias":  # that bfloat16 cannot tell apart
-        given["routing_bias"] = 7 + given["routing_bias"].float() / 100
+        given["routing_bias"] = 7 + bias.float() / 100
     elif name == "no bias":
         given["routing_bias"] = None
     elif name == "scales by token":
-        given["hidden_states_scale"] = given["hidden_states_scale"].t().contiguous().t()
-    return given | OPTIONS.get(name, {})
+        given["hidden_states_scale"] = x_scale.t().contiguous().t()
+    return given | TOP_2 | OPTIONS.get(name, {})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -184,20 +191,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clamped": {"swiglu_limit": 1.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
     "ue8m0": {"ue8m0": True},
 }
-FORMS = ("bfloat16 tokens", "bfloat16 logits", "float32 bias", "no bias", "scales by token",
-         *list(OPTIONS)[1:])  # fmt: skip
+
+
+SIZES = ("0 tokens", "1 token", "2 experts", "3 experts", "one of several", "none of several")
+TYPES = ("bfloat16 logits", "scales by token", "float32 bias", "no bias", *OPTIONS)
 
 
 @pytest.mark.parametrize("with_buffer", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_it_takes_what_the_layer_takes(alone, with_buffer, form):
-    usual = given_to(0, 1, 9)
-    arguments = {"n_group": 1, "topk_group": 1, "top_k": 2} | in_form(form, usual)
-    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
+@pytest.mark.parametrize("form", ["usual", *SIZES, *TYPES])
+def test_one_rank_is_the_layer(alone, with_buffer, form):
+    """A rank's own tokens come back as they are, however many, each sent once; with the scales of
+    its values, whose number is not a multiple of what DeepEP copies."""
+    arguments = in_form(form)
+    buffer = deep_ep_buffer(len(arguments["gemm1_weights"]), HIDDEN) if with_buffer else None
     wanted = fused_moe(**arguments)
     assert torch.equal(expert_parallel_moe(**arguments, buffer=buffer), wanted)
-    if form in ("float32 bias", "no bias", *OPTIONS):
-        assert not torch.equal(wanted, fused_moe(*usual, n_group=1, topk_group=1, top_k=2))
+    assert wanted.any() or not len(wanted)
+    if form in TYPES[2:]:
+        assert not torch.equal(wanted, fused_moe(**in_form("usual")))
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -206,36 +217,11 @@ def test_a_dtensor_is_refused_by_name(alone, name):
     given = dict(zip(TENSORS, given_to(0, 1, 9), strict=True))
     mesh = init_device_mesh("cpu", (1,))
     given[name] = DTensor.from_local(given[name], mesh, [Replicate()])
-    options: dict[str, Any] = {"n_group": 1, "topk_group": 1, "top_k": 2}
+    options: dict[str, Any] = dict(TOP_2)
     for layer, rank in ((fused_moe, ""), (expert_parallel_moe, "rank 0: ")):
         wanted = f"^{rank}{name}: expected memory that a kernel can read, got DTensor"
         with pytest.raises(ValueError, match=wanted):
             layer(**given, **options)
-
-
-@pytest.mark.parametrize("with_buffer", [False, True])
-def test_one_of_several_tokens_by_a_slice(alone, with_buffer):
-    """The strides of one token's scales are those of all tokens."""
-    logits, bias, x, x_scale, *weights = given_to(0, 1, 9)
-    arguments = logits[3:4], bias, x[3:4], x_scale[:, 3:4], *weights
-    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
-    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
-    wanted = fused_moe(*arguments, **routing)
-    assert torch.equal(expert_parallel_moe(*arguments, **routing, buffer=buffer), wanted)
-
-
-def none_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """No tokens, by views of some: the strides are those of the tensors that they are views of."""
-    logits, bias, x, x_scale, *weights = given
-    return logits.t().contiguous().t()[:0], bias, x[:0], x_scale[:, :0], *weights
-
-
-@pytest.mark.parametrize("with_buffer", [False, True])
-def test_no_tokens_by_a_slice(alone, with_buffer):
-    arguments = none_of(given_to(0, 1, 5))
-    buffer = deep_ep_buffer(LOCAL, HIDDEN) if with_buffer else None
-    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
-    assert expert_parallel_moe(*arguments, **routing, buffer=buffer).shape == (0, HIDDEN)
 
 
 def uneven_rank(rank: int, ranks: int) -> None:

@@ -47,19 +47,25 @@ TOKENS, EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 16, 256, 128, 3
 WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")
 
 
-def named_tensors(seed: int = 0, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+def named_tensors(
+    seed: int = 0,
+    tokens: int = TOKENS,
+    hidden: int = HIDDEN,
+    width: int = WIDTH,
+    top_k: int = TOP_K,
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator)
 
-    w13, w13_scale = quantise_blocks(random(EXPERTS, 2 * WIDTH, HIDDEN))
-    w2, w2_scale = quantise_blocks(random(EXPERTS, HIDDEN, WIDTH))
+    w13, w13_scale = quantise_blocks(random(EXPERTS, 2 * width, hidden))
+    w2, w2_scale = quantise_blocks(random(EXPERTS, hidden, width))
     return {
         "logits": random(tokens, EXPERTS), "bias": random(EXPERTS),
-        "ids": torch.randint(EXPERTS, (tokens, TOP_K), generator=generator),
-        "weights": random(tokens, TOP_K).abs(), "x": random(tokens, HIDDEN).bfloat16(),
-        "by_expert": random(EXPERTS, tokens, HIDDEN).bfloat16(),
+        "ids": torch.randint(EXPERTS, (tokens, top_k), generator=generator),
+        "weights": random(tokens, top_k).abs(), "x": random(tokens, hidden).bfloat16(),
+        "by_expert": random(EXPERTS, tokens, hidden).bfloat16(),
         "num_tokens": torch.full((EXPERTS,), tokens, dtype=torch.int32),
         "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
     }  # fmt: skip
