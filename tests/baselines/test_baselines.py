@@ -145,25 +145,10 @@ COMMON = (
     "gemm1_weights_scale gemm2_weights gemm2_weights_scale num_experts top_k n_group topk_group "
     "intermediate_size local_expert_offset local_num_experts routed_scaling_factor"
 ).split()
-# As the wheels of these releases have them: required parameters, then those with a default.
-RELEASES = {
-    "0.5.3": (
-        COMMON,
-        "tile_tokens_dim routing_method_type use_shuffled_weight weight_layout enable_pdl "
-        "tune_max_num_tokens",
-    ),
-    "0.6.7": (
-        COMMON,
-        "routing_method_type use_shuffled_weight weight_layout do_finalize enable_pdl "
-        "tune_max_num_tokens fp8_quantization_type activation_type",
-    ),
-    "0.7.2.post1": (
-        COMMON,
-        "routing_method_type use_shuffled_weight weight_layout do_finalize enable_pdl "
-        "tune_max_num_tokens fp8_quantization_type num_fused_shared_experts activation_type "
-        "norm_topk_prob routing_replay_out gemm1_alpha gemm1_beta gemm1_clamp_limit output "
-        "valid_hidden_size valid_intermediate_size gemm1_bias gemm2_bias",
-    ),
+RELEASES = {  # the parameters with a default that matter, as the wheels of these releases have them
+    "0.5.3": "tile_tokens_dim routing_method_type use_shuffled_weight weight_layout",
+    "0.6.7": "routing_method_type use_shuffled_weight weight_layout do_finalize",
+    "0.7.2.post1": "routing_method_type use_shuffled_weight weight_layout do_finalize output",
 }
 
 
@@ -179,10 +164,9 @@ def test_flashinfer_moe_calls_every_release(release, monkeypatch):
     monkeypatch.setattr(flashinfer_moe, "require_gpu", lambda device, capabilities: None)
     monkeypatch.setattr(flashinfer_moe, "SHAPE", TINY)
     flashinfer_moe.entry.cache_clear()
-    required, optional = RELEASES[release]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in required]
-    parameters += [inspect.Parameter(name, kind, default=None) for name in optional.split()]
+    parameters = [inspect.Parameter(name, kind) for name in COMMON]
+    parameters += [inspect.Parameter(n, kind, default=None) for n in RELEASES[release].split()]
     calls: list[dict] = []
 
     def function(*args, **kwargs):
@@ -201,15 +185,15 @@ def test_flashinfer_moe_calls_every_release(release, monkeypatch):
     flashinfer_moe.run(*inputs, output)
     assert (output == 3).all()
 
-    (given,) = calls
+    (passed,) = calls
     for name in COMMON[:8]:
-        assert given[name] is getattr(inputs, name)
-    assert (given["num_experts"], given["local_num_experts"], given["top_k"]) == (16, 4, 3)
-    assert (given["n_group"], given["topk_group"], given["intermediate_size"]) == (4, 2, 128)
-    assert given["local_expert_offset"] == 4 and given["routed_scaling_factor"] == 2.5
-    assert given["routing_method_type"] == 2 and given["use_shuffled_weight"] is False
-    assert given.get("tile_tokens_dim") == (8 if release == "0.5.3" else None)
-    assert (given.get("output") is output) == (release == "0.7.2.post1")
+        assert passed[name] is getattr(inputs, name)
+    assert (passed["num_experts"], passed["local_num_experts"], passed["top_k"]) == (16, 4, 3)
+    assert (passed["n_group"], passed["topk_group"], passed["intermediate_size"]) == (4, 2, 128)
+    assert passed["local_expert_offset"] == 4 and passed["routed_scaling_factor"] == 2.5
+    assert passed["routing_method_type"] == 2 and passed["use_shuffled_weight"] is False
+    assert passed.get("tile_tokens_dim") == (8 if release == "0.5.3" else None)
+    assert (passed.get("output") is output) == (release == "0.7.2.post1")
 
 
 def test_a_flashinfer_without_the_function_is_one_line(monkeypatch):
