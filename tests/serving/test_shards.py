@@ -74,40 +74,29 @@ FP8, F32 = "torch.float8_e4m3fn", "torch.float32"
 ANY = f"{F32} or torch.float8_e8m0fnu"
 
 
-@pytest.mark.parametrize(
-    ("place", "change", "message"),
-    [
-        (
-            0,
-            lambda w: w[:, 1:],
-            f"w13: expected {FP8} [4, 384, 256] on cpu, got {FP8} [4, 383, 256]",
-        ),
-        (
-            0,
-            lambda w: w.bfloat16(),
-            f"w13: expected {FP8} [4, 384, 256] on cpu, got torch.bfloat16",
-        ),
-        (0, lambda w: None, f"w13: expected {FP8} [4, 384, 256] on cpu, got NoneType"),
-        (1, lambda s: s[:, 1:], f"w13_scale: expected {ANY} [4, 4, 2] on cpu, got {F32} [4, 3, 2]"),
-        (
-            1,
-            lambda s: s.to("meta"),
-            f"w13_scale: expected {ANY} [4, 4, 2] on cpu, got {F32} [4, 4, 2] on meta",
-        ),
-        (2, lambda w: w[0], f"w2: expected [L, H, I], H a multiple of 128, got {FP8} [256, 192]"),
-        (
-            2,
-            lambda w: w[:, :200],
-            f"w2: expected [L, H, I], H a multiple of 128, got {FP8} [4, 200, 192]",
-        ),
-        (2, lambda w: w.bfloat16(), f"w2: expected {FP8} [4, 256, 192] on cpu, got torch.bfloat16"),
-        (3, lambda s: s[:, 1:], f"w2_scale: expected {ANY} [4, 2, 2] on cpu, got {F32} [4, 1, 2]"),
-        (3, lambda s: s.half(), f"w2_scale: expected {ANY} [4, 2, 2] on cpu, got torch.float16"),
-        (4, lambda first: 64.0, "first: expected an integer, got 64.0 of type float"),
-        (4, lambda first: None, "first: expected an integer, got None"),
-        (4, lambda first: -64, "first: expected a column, 0 or more, got -64"),
-    ],
-)
+W13 = f"w13: expected {FP8} [4, 384, 256] on cpu, got"
+W2 = f"w2: expected {FP8} [4, 256, 192] on cpu, got"
+WIDE = "w2: expected [L, H, I], H a multiple of 128, got"
+W13_SCALE = f"w13_scale: expected {ANY} [4, 4, 2] on cpu, got"
+W2_SCALE = f"w2_scale: expected {ANY} [4, 2, 2] on cpu, got"
+WRONG = [  # the place of an argument, its change, the message
+    (0, lambda w: w[:, 1:], f"{W13} {FP8} [4, 383, 256]"),
+    (0, lambda w: w.bfloat16(), f"{W13} torch.bfloat16"),
+    (0, lambda w: None, f"{W13} NoneType"),
+    (1, lambda s: s[:, 1:], f"{W13_SCALE} {F32} [4, 3, 2]"),
+    (1, lambda s: s.to("meta"), f"{W13_SCALE} {F32} [4, 4, 2] on meta"),
+    (2, lambda w: w[0], f"{WIDE} {FP8} [256, 192]"),
+    (2, lambda w: w[:, :200], f"{WIDE} {FP8} [4, 200, 192]"),
+    (2, lambda w: w.bfloat16(), f"{W2} torch.bfloat16"),
+    (3, lambda s: s[:, 1:], f"{W2_SCALE} {F32} [4, 1, 2]"),
+    (3, lambda s: s.half(), f"{W2_SCALE} torch.float16"),
+    (4, lambda first: 64.0, "first: expected an integer, got 64.0 of type float"),
+    (4, lambda first: None, "first: expected an integer, got None"),
+    (4, lambda first: -64, "first: expected a column, 0 or more, got -64"),
+]
+
+
+@pytest.mark.parametrize(("place", "change", "message"), WRONG)
 def test_what_is_wrong_is_named(place, change, message):
     shard, first = shard_of(Weights(LOCAL, HIDDEN, 384), 1, 2)
     wrong: list = [*shard, first]
