@@ -619,7 +619,7 @@ def _refuse_type(*expected: tuple[Any, ...], of: Inputs) -> None:
         tensor, name = of[place], of._fields[place]
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in types:
             wanted, got = "dtype", str(tensor.dtype)
-        elif not isinstance(tensor, torch.Tensor) and (place, tensor) != (1, None):
+        elif not isinstance(tensor, torch.Tensor) and not (place == 1 and tensor is None):
             wanted, got = "a tensor of", described(tensor)
         else:
             continue

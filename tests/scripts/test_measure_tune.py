@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from gpu.every_config import TOKENS
+from every_config import TOKENS
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 

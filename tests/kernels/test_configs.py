@@ -1,0 +1,389 @@
+"""The choice of a GEMM config: defined everywhere, sensible at the ends, full of tiles; and of the
+fused layer's two."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import gemm_configs as known
+import pytest
+from gemm_configs import COMPILED
+from moe_fp8.call import MoeShape, Swiglu
+from moe_fp8.kernels import heuristic_sm100 as sm100
+from moe_fp8.kernels.architectures import ARCHITECTURES
+from moe_fp8.kernels.configs import SMEM_BYTES, TMEM_COLUMNS, LayerRules, Schedule
+from moe_fp8.kernels.configs import GemmConfig as AnyConfig
+from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
+from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
+from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
+from moe_fp8.kernels.gemm_load import GatheredRows, GemmLoad
+from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
+from moe_fp8.kernels.heuristic_sm90 import (
+    EVEN,
+    FEW_ROWS,
+    LARGEST,
+    LAYER,
+    MULTIPROCESSORS,
+    SMALLER,
+    TWO_TERMS,
+    TWO_TERMS_LARGEST,
+    UNEVEN,
+    choose,
+)
+from moe_fp8.kernels.swiglu import Activation
+from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
+
+LAYERS = [(4096, 7168), (7168, 2048)]
+ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize(("n", "k"), LAYERS)
+def test_tokens_get_larger_tiles_as_they_get_more(n, k, even):
+    configs = [choose(rows, n, k, even=even) for rows in ROWS]
+    tiles = [config.tile_m for config in configs]
+    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == 192
+    assert all(config.swap_ab == (rows <= 20) for config, rows in zip(configs, ROWS, strict=True))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_uneven_experts_never_share_a_cluster_by_rows(rows):
+    assert choose(rows, 4096, 7168).cluster_m == 1
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_thresholds(even):
+    """Up to and including a table's number of rows its config is taken, above it the next one."""
+    table = FEW_ROWS + (EVEN if even else UNEVEN)
+    limits = [rows for rows, _ in table]
+    assert limits == sorted(limits)
+    configs = [config for _, config in table] + [LARGEST]
+    for i, rows in enumerate(limits):
+        assert choose(rows, 4096, 7168, even=even) == configs[i]
+        assert choose(rows * 1.0001, 4096, 7168, even=even) == configs[i + 1]
+
+
+def test_thresholds_are_the_measured_ones():
+    """docs/notes/gemm_sm90.md, fused.md have the runs; who changes one says what was measured."""
+    assert [(rows, config.tile_m) for rows, config in FEW_ROWS] == [(2, 8), (10, 16), (20, 32)]
+    assert [(rows, config.tile_m) for rows, config in UNEVEN] == [(36, 64), (96, 128)]
+    assert [(rows, config.tile_m) for rows, config in EVEN] == [
+        (64, 64), (128, 64), (192, 192), (1024, 128)
+    ]  # fmt: skip
+    assert MULTIPROCESSORS == 132
+    assert choose(48, 4096, 7168, terms=2) == TWO_TERMS[1]
+    assert choose(48.01, 4096, 7168, terms=2) == TWO_TERMS_LARGEST
+
+
+def test_nothing_is_kept_of_a_call():
+    """Rows are any float: what remembered them would grow without end."""
+    before = sys.getallocatedblocks()
+    for i in range(10_000):
+        choose(i / 7, 4096, 7168)
+    assert sys.getallocatedblocks() - before < 5_000
+
+
+def wave_and_tile(config: Any, experts: int, rows: int, n: int) -> tuple[float, int]:
+    """Return the waves of a GEMM's tiles and the elements of a tile."""
+    tiles = experts * math.ceil(rows / config.tile_m) * math.ceil(n / config.tile_n)
+    return tiles / MULTIPROCESSORS, config.tile_m * config.tile_n
+
+
+def test_few_tiles_are_made_smaller_up_to_one_wave():
+    cases = itertools.product([1, 2, 4, 8, 32], [64, 128, 512], [2048, 4096, 7168])
+    smaller = 0
+    for experts, rows, n in cases:
+        usual, tile = wave_and_tile(choose(rows, n, 2048, even=True), experts, rows, n)
+        config = choose(rows, n, 2048, even=True, experts=experts)
+        waves, filled = wave_and_tile(config, experts, rows, n)
+        if filled < tile:
+            smaller += 1
+            assert waves <= 1 or math.ceil(waves) < 2 * math.ceil(usual)
+    assert smaller > 5
+    assert choose(64, 2048, 7168, even=True, experts=1).swap_ab
+    for rows, expected in ((128, SMALLER[3]), (512, SMALLER[1])):
+        config = choose(rows, 2048, 7168, even=True, experts=1)
+        assert replace(config, evict_first=False) == expected
+    assert choose(128, 7168, 2048, even=True, experts=1).cluster_m == 2
+
+
+def test_a_wave_is_a_tile_for_every_multiprocessor():
+    usual, wave = choose(64, 7168, 2048, even=True), 64 * MULTIPROCESSORS
+    filled = GemmConfig(tile_m=64, tile_n=64)
+    for n, k, expected in ((wave, 1024, filled), (wave + 128, 2048, usual)):
+        config = choose(64, n, k, even=True, experts=1)
+        assert replace(config, evict_first=False) == expected != (usual if n == wave else filled)
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "n", "expected"),
+    [
+        (8, 512, 4096, GemmConfig(cluster_m=2, overlap=True)),  # four row tiles: two share weights
+        (8, 384, 4096, GemmConfig(overlap=True)),  # three
+        (8, 64, 7168, GemmConfig(tile_m=64, tile_n=64, cluster_n=2, overlap=True)),  # 7 < 2 * 4
+        (8, 64, 4096, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),  # 4 waves, 2 * 2
+        (4, 128, 4096, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),  # 128 clusters
+        (
+            4, 128, 7168,
+            GemmConfig(tile_m=64, cluster_m=2, overlap=True, schedule=Schedule.WHOLE_WAVES),
+        ),
+    ],
+)  # fmt: skip
+def test_tiles_of_even_rows_are_counted(experts, rows, n, expected):
+    config = choose(rows, n, 7168, even=True, experts=experts)
+    assert replace(config, evict_first=False) == expected
+    assert choose(rows, n, 7168, experts=experts) != expected, "rows that differ are not counted"
+
+
+def test_weights_of_a_short_gemm_leave_l2_first():
+    """Of 8 experts with 64 rows, N=2048: 16e9 products at K = 15258."""
+    for k, first in ((119 * 128, True), (120 * 128, False)):
+        assert choose(64, 2048, k, even=True, experts=8).evict_first == first
+    assert not choose(64, 2048, 2048, experts=8).evict_first
+
+
+def test_few_uneven_tiles_are_not_paired():
+    assert choose(128, 7168, 2048, experts=1).cluster_m == 1
+
+
+def test_thresholds_of_blackwell():
+    assert [sm100.choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
+    limits = [rows for rows, _ in sm100.FEW_ROWS + sm100.UNEVEN]
+    assert limits == [10, 20, 95, 150]
+    configs = [*(config for _, config in sm100.FEW_ROWS + sm100.UNEVEN), sm100.LARGEST]
+    for i, rows in enumerate(limits):
+        assert sm100.choose(rows, 4096, 7168) == configs[i]
+        assert sm100.choose(rows * 1.0001, 4096, 7168, even=True) == configs[i + 1]
+    assert sm100.choose(503, 7168, 2048, terms=2) == dataclasses.replace(sm100.LARGEST, terms=2)
+    one_wave, two = (sm100.choose(100, tiles * 128, 2048, experts=1) for tiles in (148, 149))
+    assert one_wave == sm100.ONE_WAVE[1] != two
+
+
+def test_tiles_of_one_wave_are_not_made_larger_on_blackwell():
+    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more. Two CTAs share
+    an MMA where both have rows."""
+
+    def pick(rows: int, experts: int | None = None) -> BlackwellConfig:
+        return sm100.choose(rows, 4096, 7168, experts=experts)
+
+    pair, single = sm100.ONE_WAVE
+    wide = sm100.UNEVEN[1][1]
+    assert (pair.mma_ctas, single) == (2, sm100.UNEVEN[0][1])
+    assert pick(128, experts=4) == single
+    assert pick(128, experts=5) == pick(129, experts=4) == pick(128) == wide
+    assert pick(129, experts=2) == pick(512, experts=1) == pair
+    assert pick(513, experts=1) == pick(151, experts=3) == sm100.LARGEST
+    assert pick(4, experts=1).swap_ab
+
+
+# --- the fused layer's configs --------------------------------------------------------------------
+
+
+SHAPE = MoeShape(num_local_experts=256)
+"""All experts: T tokens have 8 T rows here, and the second GEMM has 16 K blocks."""
+WEIGHTS = 3 * SHAPE.hidden_size * SHAPE.intermediate_size
+"""Bytes of an expert's."""
+SWAPPED = GemmConfig(tile_m=16, swap_ab=True)
+USUAL = GemmConfig(tile_m=128)
+
+
+def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
+    """Return the layer's configs by rules that have only the given bounds."""
+    of_layer = LayerRules(**{"stages": 8, "one_wave": 0, "whole_waves": 0} | rules)
+    return of_layer.configs(tokens, SHAPE, 1, lambda rows, n, k, terms=1: picked)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bound", "picked", "of", "flag", "up_to_it"),
+    [
+        ("one_wave", 24, SWAPPED, 1, "dynamic", False),
+        ("whole_waves", 16, SWAPPED, 0, "whole_waves", True),
+        ("evict_first", 24 * WEIGHTS, SWAPPED, 0, "evict_first", True),
+        ("evict_first", 24 * WEIGHTS, USUAL, 1, "evict_first", True),
+        ("in_order", 16, SWAPPED, 1, "dynamic", False),
+        ("in_order", 16, USUAL, 1, "dynamic", False),
+        ("gathered", 2 * SHAPE.intermediate_size, USUAL, 0, "gathers", True),
+    ],
+)
+def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, of, flag, up_to_it):
+    """3 tokens, 24 rows: at the bound the rule holds, one below it no longer."""
+    for value, expected in ((bound + 1, up_to_it), (bound, up_to_it), (bound - 1, not up_to_it)):
+        config = layer_configs(3, picked, **{rule: value})[of]
+        assert (flag in str(config)) == expected, value
+
+
+def test_few_tiles_of_blackwell_are_divided_among_pairs():
+    for one_wave, columns in ((25, 128), (24, 128), (23, 256)):
+        first, _ = layer_configs(3, BlackwellConfig(tile_m=16, swap_ab=True), one_wave=one_wave)
+        assert first.tile_n == columns
+
+
+def test_rows_are_gathered_by_ctas_that_all_have_some():
+    for rows, fits in (1, True), (2, False):
+        config = BlackwellConfig(tile_m=16, swap_ab=True, cluster_m=rows)
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="cluster_m=1"):
+            GatheredRows(config)
+
+
+def test_slices_are_for_tiles_from_a_size_on():
+    for picked in (USUAL, GemmConfig(tile_m=192, stages=4), SWAPPED):
+        for least in (16, 128, 129, 192, 193):
+            for rows in (40, 39.9):
+                for config in layer_configs(1280, picked, slices=(least, rows)):
+                    sliced = picked is not SWAPPED and picked.tile_m >= least and rows == 40
+                    assert config.slices == sliced
+    first, second = layer_configs(3, USUAL, slices=(128, 400), gathered=2 * SHAPE.intermediate_size)
+    assert (first.slices, first.gathers) == (False, True), "rows that are gathered come whole"
+    assert (second.slices, second.gathers) == (True, False)
+
+
+def test_rows_above_which_the_first_gemm_takes_a_larger_config():
+    """An expert with many rows has the average number: 1280 tokens, 40 rows."""
+    for above, expected in ((41, 40), (40, 40), (39, 50)):
+        asked = []
+        rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(above, 50))
+        rules.configs(
+            1280, SHAPE, 1, lambda rows, n, k, terms=1, to=asked: to.append(rows) or USUAL
+        )
+        assert asked == [expected, 40]
+    rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(10, 24))
+    asked = []
+    rules.configs(1280, SHAPE, 1, lambda rows, n, k, terms=1: asked.append(rows) or USUAL)
+    assert asked == [40, 40], "those who have more keep them"
+
+
+def test_the_layer_s_bounds_are_the_measured_ones():
+    """docs/notes/fused.md has the runs."""
+    assert LAYER == LayerRules(
+        stages=8, one_wave=4, whole_waves=16, evict_first=300e6, slices=(128, 400), in_order=2,
+        gathered=512, larger=(10, 24),
+    )  # fmt: skip
+    assert sm100.LAYER == LayerRules(stages=0, one_wave=4, whole_waves=16)
+
+
+# --- legal configs, and what follows from them ---
+
+PAIR = {"mma_ctas": 2, "cluster_m": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (GemmConfig, {"tile_m": 96}, r"tile_m=96: .*\(64, 128, 192\)"),
+        (GemmConfig, {"tile_m": 8}, "tile_m=8: .* without swap_ab"),
+        (GemmConfig, {"tile_m": 24, "swap_ab": True}, "tile_m=24: .* with swap_ab"),
+        (GemmConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128\)"),
+        (GemmConfig, {"quantises": 1, "tile_n": 64}, r"tile_n=64: .*\(128,\) .* quantises=1"),
+        (GemmConfig, {"quantises": 1}, r"cluster 1x1, .*: expected clusters \(1, 2\)"),
+        (GemmConfig, {"tile_m": 192, "overlap": True}, "192 accumulator registers"),
+        (GemmConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
+        (GemmConfig, {"cluster_m": 2, "cluster_n": 2}, r"cluster \(2, 2\)"),
+        (GemmConfig, {"stages": 1}, "stages=1"),
+        (GemmConfig, {"stages": -2}, "stages=-2"),
+        (GemmConfig, {"stages": 9}, r"needs \d+ bytes .* 232448"),
+        (BlackwellConfig, {"tile_m": 64}, r"tile_m=64: .*\(128,\) without swap_ab"),
+        (BlackwellConfig, {"tile_m": 8, "swap_ab": True}, r"tile_m=8: .*\(16, 32, 64\)"),
+        (BlackwellConfig, {"tile_n": 192}, r"tile_n=192: .*\(64, 128, 256\)"),
+        (BlackwellConfig, {"tile_m": 16, "tile_n": 64, "swap_ab": True}, r"tile_n=64: .*\(128,\)"),
+        (BlackwellConfig, {"cluster_m": 3}, r"cluster \(3, 1\)"),
+        (BlackwellConfig, {"mma_ctas": 3}, r"mma_ctas=3: .*\(1, 2\)"),
+        (BlackwellConfig, {"mma_ctas": 2}, r"mma_ctas=2: .* not \(1, 1\)"),
+        (BlackwellConfig, {"mma_ctas": 2, "cluster_n": 2}, r"mma_ctas=2: .* not \(1, 2\)"),
+        (BlackwellConfig, PAIR | {"tile_m": 16, "swap_ab": True}, "mma_ctas=2: .* with swap_ab"),
+        (BlackwellConfig, {"terms": 3}, r"terms=3: .*\(1, 2\)"),
+        (BlackwellConfig, {"quantises": 3, "tile_n": 256}, r"quantises=3: .*\(0, 1, 2\)"),
+        (BlackwellConfig, {"quantises": 1}, r"tile_n=128: .*\(256,\) .* quantises=1"),
+        (BlackwellConfig, {"stages": 1}, "stages=1"),
+        (BlackwellConfig, {"stages": -2}, "stages=-2"),
+        (BlackwellConfig, {"accumulators": 1}, "accumulators=1: .* 2 to 4"),
+        (BlackwellConfig, {"accumulators": 5}, "accumulators=5: .* 2 to 4"),
+        (BlackwellConfig, {"accumulators": 3, "tile_n": 256}, "accumulators=3: .* 2 to 2"),
+        (GemmConfig, {"slices": True, "tile_m": 64}, "slices: expected several warpgroups"),
+        (GemmConfig, {"slices": True, "swap_ab": True}, "slices: expected several warpgroups"),
+        (BlackwellConfig, {"stages": 7}, r"needs \d+ bytes .* 232448"),
+    ],
+)
+def test_illegal_config(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+def test_no_two_uses_share_a_named_barrier():
+    first = sorted(NamedBarrierId)
+    most = max(config.consumer_warpgroups for config in COMPILED["sm_90a"])
+    assert NamedBarrierId.CTA == 0 and NamedBarrierId.STAGING - NamedBarrierId.CTA == 1
+    assert NamedBarrierId.END - NamedBarrierId.STAGING >= most, "one a consumer warpgroup"
+    assert first[-1] is NamedBarrierId.END and NamedBarrierId.END <= HARDWARE_BARRIERS
+
+
+def test_what_the_first_gemm_stages():
+    """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
+    each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
+    rows = GemmConfig(tile_m=192).with_swiglu(1)
+    swapped = GemmConfig(tile_m=16, swap_ab=True).with_swiglu(1)
+    activation = Activation(Swiglu(), False, False)
+    of_rows, of_swapped = (
+        SwigluEpilogueSm90(config, AccumulatorSm90(config), 4096, activation).smem_elements
+        for config in (rows, swapped)
+    )
+    assert of_rows == 192 * (80 + 2 * 4) + 2 * 3 * 8 == rows.staging_bytes
+    assert of_swapped == 16 * (80 + 2 * 4 + 8 * 4) + 2 * 8
+
+
+@pytest.mark.parametrize("config", COMPILED["sm_90a"], ids=str)
+def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
+    counts = GemmLoad(config, 4096, 7168, 32).counts
+    # The rows, their scales and the weights of one K block, and the one thread that asks for them.
+    rows, columns = config.tile_m, config.tile_n
+    assert counts.a_bytes == rows * 128 + (rows + 4) * 4
+    assert counts.b_bytes == columns * 128
+    assert counts.full_arrivals == 2
+    # Four warps a warpgroup, of this CTA and of the other one, if the cluster has two.
+    warpgroups = (config.tile_n if config.swap_ab else config.tile_m) // 64
+    assert counts.empty_arrivals == 4 * warpgroups * config.cluster_size
+
+
+def test_a_copy_in_many_arrivals_beside_tma():
+    """The counts include the 64 threads that gather rows, without TMA."""
+    assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
+
+
+@pytest.mark.parametrize("config", [*COMPILED["sm_90a"], *COMPILED["sm_100a"]], ids=str)
+def test_stages_fill_shared_memory(config):
+    assert 2 <= config.num_stages and config.smem_bytes <= SMEM_BYTES
+    if not config.stages:
+        assert config.smem_bytes + config.stage_bytes > SMEM_BYTES
+
+
+@pytest.mark.parametrize("config", COMPILED["sm_100a"], ids=str)
+def test_accumulators_fit_in_tensor_memory(config):
+    columns = config.num_accumulators * config.acc_columns
+    assert config.num_accumulators >= 2 and columns <= config.tmem_columns <= TMEM_COLUMNS
+    assert config.tmem_columns < 2 * max(columns, 32)
+
+
+def test_what_completes_the_barriers_of_a_stage_on_blackwell():
+    """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
+    for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
+        config = BlackwellConfig(**cluster)
+        counts = GemmLoad(config, 4096, 7168, 32).counts
+        assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
+    # The first CTA of a pair issues the MMA: it gets both CTAs' arrivals and frees both' stages.
+    pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
+    assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
+    assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)
+
+
+def test_the_gpu_tests_know_configs_of_every_architecture():
+    """A GPU must not be tested with another one's configs, nor without those that are picked."""
+    for architecture in ARCHITECTURES.values():
+        for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
+            own = type(architecture.choose(1, 4096, 7168))
+            assert {type(config) for config in configs} == {own}
+    assert set(sm100.PICKED) <= set(known.BLACKWELL)
+    for config in known.FUSED["sm_100a"]:
+        assert config.with_swiglu(2).quantises == 2

@@ -1,0 +1,190 @@
+"""Digests of machine code: what they notice, and that the stored ones are those of the sources."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from moe_fp8.cache import CACHE_VARIABLE, KernelCache, cache_dir
+from programs import call
+
+from scripts.common.project import RESULTS_DIR
+from scripts.measure import shipped
+from scripts.pack import machine_code as code
+
+PTX = """\
+// a comment
+.version 9.1
+.visible .entry kernel_of_moe_fp8_v1(.param .b64 kernel_of_moe_fp8_v1_param_0)
+{
+  ld.param.b64 %rd1, [kernel_of_moe_fp8_v1_param_0];
+}
+"""
+MLIR = """\
+!memref_gmem_f32 = !cute.memref<f32, gmem, "8:1">
+!memref_smem_i8 = !cute.memref<i8, smem, align<1024>, "4096:1">
+module attributes {gpu.container_module} {
+    cuda.kernel @kernel_of_moe_fp8_v1(%arg0: !memref_gmem_f32) {
+      %a = cute.memref.alloca() {smem.struct_fields = ["a:4096:0"]} : !memref_smem_i8
+    }
+  func.func @cutlass_call_v1(%arg0: !memref_gmem_f32) {
+    cuda.launch @kernels::@kernel_of_moe_fp8_v1 (gridDim = (%c132))
+  }
+}
+"""
+
+
+def test_a_digest_covers_code_and_launches_and_no_names() -> None:
+    first = code.digest(PTX, MLIR)
+
+    def other(ptx: str = PTX, mlir: str = MLIR) -> list[bool]:
+        """Tell which of the two parts differ."""
+        parts = zip(first.split("-"), code.digest(ptx, mlir).split("-"), strict=True)
+        return [mine != theirs for mine, theirs in parts]
+
+    renamed = [text.replace("_v1", "_of_another_module_2") for text in (PTX, MLIR)]
+    renamed[0] = renamed[0].replace("a comment", "another").replace("9.1", "9.2")
+    assert other(*renamed) == [False, False]
+    assert other(PTX.replace("%rd1", "%rd2")) == [True, False]
+    assert other(mlir=MLIR.replace("%c132", "%c114")) == [False, True], "the grid"
+    assert other(mlir=MLIR.replace("4096:1", "8192:1")) == [False, True], "shared memory"
+    assert other(mlir=MLIR.replace('"8:1"', '"16:1"')) == [False, True], "types are written out"
+    assert other(mlir=MLIR.replace("!memref_gmem_f32", "!memory")) == [False, False], (
+        "their names are not"
+    )
+    assert other(mlir=MLIR.replace("a:4096", "b:4096")) == [False, False], "nor those of fields"
+
+
+V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
+TRITON = '''
+import triton, triton.language as tl
+
+@triton.jit
+def double(x, n, BLOCK: tl.constexpr):
+    """Of n."""
+    tl.store(x, 2 * tl.load(x))
+
+@triton.autotune(configs=[])
+@jit()
+def zero(x): tl.store(x, 0)
+
+def host(x):
+    return double[1,](x, 1, BLOCK=2)
+'''
+
+
+def test_a_peers_digest_covers_its_triton_kernels_alone() -> None:
+    first = code.triton_digest(["import torch\n", TRITON])
+    alike = TRITON.replace("Of n", "Another").replace("BLOCK=2", "BLOCK=4") + "# more"
+    above, below = TRITON.split("@triton.autotune", 1)
+    assert first == code.triton_digest([alike])
+    assert first == code.triton_digest(["@triton.autotune" + below, above]), "wherever they lie"
+    for old, new in (("2 * tl", "3 * tl"), ("tl.store(x, 0)", "tl.store(x, 1)"), ("n, B", "m, B")):
+        assert code.triton_digest([TRITON.replace(old, new)]) != first
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A directory of results: a record of v1 with the hash `was`, and present digests."""
+    digests = {"sm_90a gemm": "1-1", "sm_90a route": "2-2", "sm_100a gemm": "3-3"}
+    content = {
+        "versions": {"dsl": "4.8.1"},
+        "digests": digests,
+        "kernels": {V1: [*digests], V2: ["sm_90a route"]},
+        "triton": {"triton_moe": code.triton_digest([TRITON])},
+        "hashes": {V1: "was", V2: "was too", "triton_moe": "theirs"},
+    }
+    record = tmp_path / "a-gpu" / "a-day"
+    record.mkdir(parents=True)
+    for directory in (tmp_path, record):
+        code.write(directory / code.FILE, content)
+    return tmp_path
+
+
+def edited(path: Path, change: dict) -> None:
+    content = json.loads(path.read_text("utf-8"))
+    for key, value in change.items():
+        content[key] = {**content[key], **value}
+    code.write(path, content)
+    code.read.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, (True, True)),
+        ({"digests": {"sm_100a gemm": "0-0"}}, (True, True)),  # no record is of a Blackwell
+        ({"digests": {"sm_90a gemm": "1-0"}}, (False, True)),
+        ({"kernels": {V1: ["sm_90a gemm"]}}, (False, True)),
+        ({"versions": {"dsl": "4.9"}}, (False, False)),
+    ],
+)
+def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, same) -> None:
+    edited(results / code.FILE, change)
+    assert (
+        code.unchanged(V1, "was", [], results),
+        code.unchanged(V2, "was too", [], results),
+    ) == same
+    assert not code.unchanged(V1, "another", [], results), "of no record"
+    assert code.unchanged("triton_moe", "theirs", [TRITON, "moved = 1"], results)
+    assert not code.unchanged("triton_moe", "theirs", [TRITON.replace("2 *", "4 *")], results)
+    assert not code.unchanged("triton_moe", "was", [TRITON], results), "of no record"
+
+
+@pytest.fixture(scope="module")
+def units() -> list[shipped.Unit]:
+    return shipped.units(every=False)
+
+
+@pytest.mark.xdist_group("machine code")
+def test_units_are_those_that_ship(units) -> None:
+    assert len({unit.name for unit in units}) == 46
+    names = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
+    assert {unit.solution for unit in units} == {f"cutedsl_moe_fp8_{name}" for name in names}
+    of_hopper = {unit.name for unit in units if unit.solution == V1 and "sm_90a" in unit.name}
+    assert of_hopper == {
+        "sm_90a main route, names tokens", "sm_90a main swiglu_quant", "sm_90a main combine",
+        "sm_90a main gemm 4096x7168 128x128x128, cluster 1x1, 5 stages",
+        "sm_90a main gemm 7168x2048 128x128x128, cluster 1x1, 5 stages",
+    }  # fmt: skip
+
+
+@pytest.mark.xdist_group("machine code")
+def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_path) -> None:
+    """The 46 functions of the main definition; `run.py digests --all` compares every one. Digests
+    are kept on disk by the key of the kernel cache."""
+    cache = cache_dir() or tmp_path / "kernels"
+    directory = cache.with_name(f"{cache.name}-of-tests") / "digests"
+    directory.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv(CACHE_VARIABLE, str(directory))
+    monkeypatch.delenv("CUTE_DSL_DUMP_DIR", raising=False)  # of the key, and another in every run
+    monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: made_of)
+    own = Path(code.__file__).read_bytes() + Path(shipped.__file__).read_bytes()
+    paths = {}
+    for unit in units:
+        made_of = shipped.function(unit.compile).make(*unit.arguments)
+        key = hashlib.sha256(repr(sorted(made_of.items())).encode() + own).hexdigest()
+        paths[unit.name] = directory / key
+    missing = [unit for unit in units if not paths[unit.name].exists()]
+    for name, digest in shipped.digests(missing, os.cpu_count() or 1).items() if missing else ():
+        paths[name].write_text(digest)
+    stored = code.read(RESULTS_DIR / code.FILE)
+    assert stored["versions"] == code.versions()
+    digests = {name: path.read_text() for name, path in paths.items()}
+    assert digests == {name: stored["digests"].get(name) for name in digests}
+
+
+@pytest.mark.parametrize("changed", [[], ["b"]])
+def test_the_program_names_what_has_other_machine_code(changed, monkeypatch, tmp_path) -> None:
+    stored = {"versions": code.versions(), "digests": {"a": "1-1", "b": "2-2"}}
+    monkeypatch.setattr("scripts.common.project.RESULTS_DIR", tmp_path)
+    code.read.cache_clear()
+    code.write(tmp_path / code.FILE, stored)
+    monkeypatch.setattr(shipped, "units", lambda every: [])
+    now = stored["digests"] | dict.fromkeys(changed, "3-3")
+    monkeypatch.setattr(shipped, "digests", lambda units, workers: now)
+    done = call("digests")
+    lines = ["b: 3-3, stored: 2-2"] * len(changed)
+    lines.append(f"2 kernels, {len(changed)} with other machine code than stored")
+    assert (done.returncode, done.stdout.splitlines()) == (len(changed), lines)

@@ -1,0 +1,676 @@
+"""The experts of tokens that lie by expert: the bits of `experts`, the reference model's outputs,
+graphs, repeats, and what is refused."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import ptxemu
+import pytest
+import torch
+from markers import backends, more, only
+from moe_fp8 import batched_experts, experts, prepare, reference
+from moe_fp8.api import call_of
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.call import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
+from moe_fp8.kernels import fused
+from moe_fp8.kernels.permute import PLACE_WARPS
+from moe_fp8.layer import BatchedLayer, FusedLayer
+from moe_fp8.reference import quantise_rows
+from moe_fp8.serving import prepare as ahead
+from mutants import noticed as noticed_in
+from problems import TOLERANCE, configs_of, fp8, fused_output, odd_tokens, same, use_target
+from ptxemu.testing import replace
+
+from scripts.common.metrics import calc_diff
+
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+NAMES = ("w13", "w13_scale", "w2", "w2_scale")
+EXPERTS = 8
+COUNTS = {
+    "a few": [1, 0, 3, 8, 2, 0, 5, 7],
+    "dozens": [40, 64, 0, 65, 1, 33, 90, 17],
+    "some full": [300, 128, 0, 300, 192, 7, 256, 299],
+    "one expert": [0, 0, 0, 0, 0, 0, 0, 300],
+    "none": 8 * [0],
+}
+"""Tokens of each expert; as many as there are places, where there are fewer."""
+of_a_device = backends("cpu", "gpu")
+each_type = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+
+
+class Layer:
+    """Arguments on a device, and what must come of them. On a GPU the widths are those of
+    DeepSeek-V3 and Kimi-K2."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.hidden, self.width, self.rows = (
+            (7168, 2048, 300) if device == "cuda" else (384, 256, 7)
+        )
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            values = torch.randn(EXPERTS, *size, generator=generator, device=device)
+            blocks = (EXPERTS, *(n // 128 for n in size))
+            scale = 0.5 + torch.rand(blocks, generator=generator, device=device)
+            return values.clamp_(-2, 2).to(FP8), scale / size[1] ** 0.5
+
+        both = *random(2 * self.width, self.hidden), *random(self.hidden, self.width)
+        self.weights = dict(zip(NAMES, both, strict=True))
+
+    def tokens(self, counts: list[int], fp8: bool, rows: int | None = None) -> dict[str, Any]:
+        """Return tokens with NaN beyond the counts; FP8 scales have DeepEP's strides."""
+        rows = self.rows if rows is None else rows
+        counts = [min(rows, count) for count in counts]
+        generator = torch.Generator(self.device).manual_seed(sum(counts))
+        size = EXPERTS, rows, self.hidden
+        x = torch.randn(size, generator=generator, device=self.device).bfloat16()
+        num_tokens = torch.tensor(counts, dtype=torch.int32, device=self.device)
+        beyond = torch.arange(rows, device=self.device) >= num_tokens.unsqueeze(1)
+        if not fp8:
+            return {"x": x.masked_fill(beyond.unsqueeze(-1), torch.nan), "num_tokens": num_tokens}
+        q, scale = quantise_rows(x.view(-1, self.hidden))
+        q, scale = q.view(x.shape), scale.t().reshape(EXPERTS, rows, -1)
+        q.view(torch.uint8)[beyond] = 0x7F
+        scale = scale.masked_fill(beyond.unsqueeze(-1), torch.nan)
+        scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
+        return {"x": q, "num_tokens": num_tokens, "x_scale": scale}
+
+    def call(self, counts: str, fp8: bool) -> dict[str, Any]:
+        return self.tokens(COUNTS[counts], fp8) | self.weights
+
+
+@pytest.fixture(scope="module")
+def layer(backend) -> Layer:
+    return Layer(backend.device)
+
+
+def there_of(call: dict[str, Any]) -> torch.Tensor:
+    return torch.arange(call["x"].shape[1], device=call["x"].device) < call["num_tokens"][:, None]
+
+
+def run(call: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Return the output; nothing but the tokens' places may be written."""
+    out = torch.full_like(call["x"], 7.0, dtype=BF16)
+    assert batched_experts(**call | options, out=out) is out
+    assert (out[~there_of(call)] == 7).all()
+    return out
+
+
+def by_experts(call: dict[str, Any], **options: Any) -> torch.Tensor:
+    """The tokens' rows by `experts`, of one expert each with a weight of 1."""
+    there = there_of(call)
+    ids = torch.arange(len(there), device=there.device).unsqueeze(1).expand(there.shape)[there]
+    scale = call.get("x_scale")
+    x = call["x"].view(torch.uint8)[there].view(call["x"].dtype)
+    return experts(
+        ids.unsqueeze(1).int(), torch.ones(len(ids), 1, device=x.device), x,
+        *(call[name] for name in NAMES),
+        x_scale=None if scale is None else scale[there].t(), **options,
+    )  # fmt: skip
+
+
+@of_a_device
+@each_type
+@pytest.mark.parametrize("expected_m", [8, None, *only("gpu", 1, 16, 64)])
+@pytest.mark.parametrize(
+    "counts", ["a few", "none", *only("gpu", "dozens", "some full", "one expert")]
+)
+def test_the_bits_of_experts(counts, expected_m, fp8, layer):
+    """`expected_m` chooses configs, which change no bit."""
+    call = layer.call(counts, fp8)
+    got = run(call, expected_m=expected_m)[there_of(call)]
+    assert torch.equal(got, by_experts(call))
+    assert counts == "none" or (got.isfinite().all() and got.any())
+
+
+CLAMP = {"swiglu_limit": 1.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "up first": {"gate_first": False},
+    "clamped, ue8m0": CLAMP | {"ue8m0": True},
+    "two terms": {"accurate": True},
+    "clamped": CLAMP,
+    "ue8m0": {"ue8m0": True},
+}
+
+
+@of_a_device
+@pytest.mark.parametrize("options", [*list(OPTIONS)[:2], *only("cpu", *list(OPTIONS)[2:])])
+@pytest.mark.parametrize("counts", ["a few", *only("gpu", "some full")])
+def test_options(options, counts, layer):
+    for quantised in (False, True) if layer.device == "cpu" else (False,):
+        call = layer.call(counts, quantised)
+        got = run(call, expected_m=8, **OPTIONS[options])[there_of(call)]
+        assert torch.equal(got, by_experts(call, **OPTIONS[options]))
+        assert not torch.equal(by_experts(call), got)
+
+
+@backends("gpu")
+@pytest.mark.parametrize("accurate", [False, True])
+@pytest.mark.parametrize("counts", ["a few", "dozens", "some full"])
+@pytest.mark.parametrize("expected_m", [4, 64, 300])
+def test_as_the_model(expected_m, counts, accurate, layer):
+    call = layer.call(counts, True)
+    of, inputs, out = call_of(batched_experts, **call, accurate=accurate)
+    reference.batched(inputs, out.fill_(7), of.shape, of.terms, gate_first=True)
+    got, there = run(call, expected_m=expected_m, accurate=accurate), there_of(call)
+    # With two terms what is left is bfloat16's own rounding of values near a middle.
+    assert calc_diff(got[there], out[there]) < (2e-6 if accurate else 1e-4)
+
+
+@of_a_device
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, *only("gpu", 301)])
+def test_rows_that_are_no_multiple_of_anything(rows, layer):
+    for quantised in (True, False):
+        call = layer.tokens([1, 5, 301, 0, 3, 2, 64, 300], quantised, rows) | layer.weights
+        assert torch.equal(run(call)[there_of(call)], by_experts(call))
+
+
+@of_a_device
+def test_counts_that_are_none(layer):
+    """Beyond the places, and negative: as all and none."""
+    rows = layer.rows
+    call = layer.tokens([rows, 0, rows, 0, 1, 2, 0, 3], True) | layer.weights
+    wanted = run(call)
+    counts = [2**31 - 1, -(2**31), rows + 1, -1, 1, 2, -100, 3]
+    strange = torch.tensor(counts, dtype=torch.int32, device=layer.device)
+    out = torch.full_like(wanted, 7)
+    batched_experts(**call | {"num_tokens": strange}, out=out)
+    assert torch.equal(out, wanted)
+
+
+@backends("gpu")
+def test_experts_that_lie_apart_are_refused_after_a_good_call(layer):
+    """The compiled function does not know the rows, and so not how far apart they are to lie."""
+    call = layer.tokens(COUNTS["dozens"], fp8=False) | layer.weights
+    out = run(call)
+    twice = {
+        "x": call["x"].repeat(1, 2, 1)[:, : layer.rows],
+        "out": out.repeat(1, 2, 1)[:, : layer.rows],
+    }
+    for name, apart in twice.items():
+        with pytest.raises(ValueError, match="expected a contiguous tensor"):
+            batched_experts(**call | {"out": out} | {name: apart})
+
+
+@backends("gpu")
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("expected_m", [4, 64, 256])
+def test_a_graph_serves_any_counts(expected_m, fp8, layer):
+    static = layer.tokens(COUNTS["none"], fp8)
+    out = torch.full(
+        (EXPERTS, layer.rows, layer.hidden), 7.0, dtype=torch.bfloat16, device=layer.device
+    )
+    call = static | layer.weights | {"expected_m": expected_m, "out": out}
+    batched_experts(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batched_experts(**call)
+    for counts in COUNTS.values():
+        given = layer.tokens(counts, fp8)
+        for name, tensor in given.items():
+            static[name].copy_(tensor)
+        out.fill_(7)
+        graph.replay()
+        assert torch.equal(out, run(given | layer.weights, expected_m=expected_m))
+
+
+@backends("gpu")
+@pytest.mark.parametrize("counts", ["a few", "dozens", "some full"])
+@pytest.mark.parametrize("expected_m", [4, 16, 64, 256])
+def test_repeats_bit_for_bit(expected_m, counts, layer):
+    """Back to back, so that calls overlap, in the memory that the ones before had."""
+    call = layer.call(counts, True) | {"expected_m": expected_m}
+    wanted = run(call)
+    outs = [torch.full_like(wanted, 7) for _ in range(20)]
+    for out in outs:
+        batched_experts(**call, out=out)
+    assert all(torch.equal(out, wanted) for out in outs)
+
+
+@backends("gpu")
+@pytest.mark.parametrize("accurate", [False, True])
+def test_nothing_is_compiled_after_prepare(accurate, layer, monkeypatch, tmp_path):
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a kernel is compiled or loaded")
+
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(fused.compile_fused, "functions", {})
+    call = layer.tokens(COUNTS["dozens"], True, 100) | layer.weights | {"accurate": accurate}
+    # Options of its own: a layer keeps the calls that other tests made with its options.
+    call["swiglu_limit"] = 12.5
+    assert prepare(batched_experts, **call) >= 3
+    monkeypatch.setattr(fused, "compiled", refuse)
+    for rows, expected_m in ((1, 1), (7, 3), (100, 40), (300, None), (1200, 1000)):
+        given = layer.tokens([min(rows, n) for n in COUNTS["dozens"]], True, rows)
+        run(call | given, expected_m=expected_m)
+    assert prepare(batched_experts, **call) == 0
+    graph, static = torch.cuda.CUDAGraph(), call | layer.tokens(8 * [5], True, 77)
+    out = torch.full((EXPERTS, 77, layer.hidden), 7.0, dtype=torch.bfloat16, device=layer.device)
+    with torch.cuda.graph(graph):  # as many rows as no call had
+        batched_experts(**static, out=out)
+    graph.replay()
+    assert torch.equal(out, run(static))
+
+
+@pytest.fixture
+def call(layer) -> dict[str, Any]:
+    return layer.call("a few", True)
+
+
+def test_without_out_and_with_exponents_as_scales(layer):
+    call = layer.call("a few", False)
+    for name in ("w13_scale", "w2_scale"):
+        call[name] = torch.exp2(call[name].log2().ceil())
+    wanted = batched_experts(**call)
+    assert (wanted.shape, wanted.dtype) == (call["x"].shape, BF16)
+    exponents = {name: call[name].to(torch.float8_e8m0fnu) for name in ("w13_scale", "w2_scale")}
+    there = there_of(call)
+    assert torch.equal(batched_experts(**call | exponents)[there], wanted[there])
+
+
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda s: s.contiguous(),
+        lambda s: torch.nn.functional.pad(s, (0, 3))[..., :-3],
+        lambda s: torch.cat([s, s], dim=1)[:, :7],
+    ],
+    ids=["places side by side", "rows apart", "experts apart"],
+)
+def test_scales_lie_as_they_come(laid_out, call):
+    assert torch.equal(run(call | {"x_scale": laid_out(call["x_scale"])}), run(call))
+
+
+def test_scales_of_the_only_expert_lie_as_those_of_tokens(call):
+    first = {name: call[name][:1] for name in (*NAMES, "x", "num_tokens", "x_scale")}
+    first["x_scale"] = first["x_scale"].contiguous()
+    apart = first["x_scale"][0].t().contiguous().t()[None]
+    assert apart.stride(0) == 7  # what a matrix reaches is more
+    assert torch.equal(run(first | {"x_scale": apart}), run(first))
+
+
+@pytest.mark.parametrize("local", [EXPERTS, 1])
+def test_no_rows(local, call):
+    none = {name: call[name][:local, :0] for name in ("x", "x_scale")}
+    few = {name: call[name][:local] for name in (*NAMES, "num_tokens")}
+    assert batched_experts(**few | none).shape == (local, 0, 384)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "x of two dimensions": ({"x": torch.empty(3, 384)}, r"x: expected a tensor \[L, R, H\]"),
+    "an array": (
+        {"x": np.zeros((8, 7, 384), np.float32)},
+        "x: expected a tensor of torch.float8_e4m3fn or torch.bfloat16, got ndarray"),
+    "x of float16": (
+        {"x": torch.empty(8, 7, 384).half()}, "x: expected dtype torch.float8_e4m3fn"),
+    "another width": (
+        {"x": torch.empty(8, 7, 256).bfloat16(), "x_scale": None},
+        r"w13: expected shape \[8, 512, 256\]"),
+    "counts of int64": (
+        {"num_tokens": torch.tensor(COUNTS["a few"])}, "num_tokens: expected dtype torch.int32"),
+    "too few counts": (
+        {"num_tokens": torch.zeros(4, dtype=torch.int32)}, r"num_tokens: expected shape \[8\]"),
+    "counts of two dimensions": (
+        {"num_tokens": torch.zeros(8, 1, dtype=torch.int32)}, r"num_tokens: expected shape \[8\]"),
+    "no scales": ({"x_scale": None}, r"x_scale: expected a torch.float32 tensor \[8, 7, 3\]"),
+    "block-major scales": (
+        {"x_scale": torch.ones(8, 3, 7)}, r"x_scale: expected shape \[8, 7, 3\]"),
+    "packed scales": (
+        {"x_scale": torch.ones(8, 7, 3).int()}, "x_scale: expected dtype torch.float32"),
+    "scales that overlap": (
+        {"x_scale": torch.ones(3).expand(8, 7, 3)}, "x_scale: expected a stride of 1"),
+    "experts that overlap": (
+        {"x_scale": torch.ones(7, 3).expand(8, 7, 3)}, "x_scale: expected a stride of"),
+    "scales of bfloat16 tokens": (
+        {"x": torch.empty(8, 7, 384).bfloat16()},
+        "x_scale: expected None with x of torch.bfloat16"),
+    "weights of other experts": (
+        {"w2": torch.empty(4, 384, 256).to(FP8)}, r"w2: expected shape \[8,"),
+    "w13 of two dimensions": (
+        {"w13": torch.empty(3, 3)}, r"w13: expected a tensor \[L, 2 I, H\], got .* \[3, 3\]"),
+    "a negated view": ({"num_tokens": torch._neg_view(torch.zeros(8).int())},
+        "num_tokens: expected values as they lie in memory, got a negated view"),
+    "a number for the weights": ({"w2": 3}, r"w2: expected a tensor \[L, H, I\]"),
+    "a guess of 0": ({"expected_m": 0}, "expected_m=0: expected a positive integer"),
+    "a guess of 2.5": ({"expected_m": 2.5}, "expected_m: expected an integer"),
+    "an infinite limit": ({"swiglu_limit": torch.inf}, "swiglu_limit=inf: expected a finite"),
+    "accurate=2": ({"accurate": 2}, "accurate: expected True or False"),
+    "gate_first=None": ({"gate_first": None}, "gate_first: expected True or False"),
+    "out of float32": (
+        {"out": torch.empty(8, 7, 384)}, "out: expected dtype torch.bfloat16"),
+    "out of other rows": (
+        {"out": torch.empty(8, 6, 384).bfloat16()}, r"out: expected shape \[8, 7,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_by_name(what, call):
+    changes, message = REFUSED[what]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        batched_experts(**call | changes)
+
+
+def test_out_in_the_memory_of_an_input(layer):
+    call = layer.call("a few", False)
+    with pytest.raises(ValueError, match="^out: expected memory of its own, got some of x"):
+        batched_experts(**call, out=call["x"])
+
+
+def test_more_rows_than_the_kernels_can_count():
+    """The tensors have no memory."""
+    sizes = (64, 2**18 + 1, 128, 2**18), (1, 131072, 16384, 131071), (1, 2**22 + 1, 128, 2**22)
+    for local, rows, width, most in sizes:
+        new = {"device": "meta", "dtype": torch.float8_e4m3fn}
+        given = {
+            "x": torch.empty(local, rows, 128, dtype=torch.bfloat16, device="meta"),
+            "num_tokens": torch.empty(local, dtype=torch.int32, device="meta"),
+            "w13": torch.empty(local, 2 * width, 128, **new),
+            "w13_scale": torch.empty(local, 2 * width // 128, 1, device="meta"),
+            "w2": torch.empty(local, 128, width, **new),
+            "w2_scale": torch.empty(local, 1, width // 128, device="meta"),
+        }
+        with pytest.raises(ValueError, match=f"^x: expected at most {most} rows of an expert"):
+            call_of(batched_experts, **given)
+
+
+# --- the configs, ahead of time -------------------------------------------------------------------
+
+
+def test_guesses_in_powers_of_two(call):
+    of, inputs, out = call_of(batched_experts, **call)
+    device = torch.device("cpu")
+    assert inputs.expected_m == 7 and of.key(inputs, out)[1:] == (7, 8)
+    for guess, used in ((1, 1), (2, 2), (3, 4), (5, 8), (1000, 8)):
+        key = of.key(inputs._replace(expected_m=guess), out)
+        assert key[-1] == used and of.chosen(guess, device) == of.chosen(
+            1 << (guess - 1).bit_length(), device
+        )
+
+
+def test_prepare_has_the_configs_of_every_guess(call):
+    of, *_ = call_of(batched_experts, **call)
+    chosen = [of.chosen(m, torch.device("cpu")) for m in range(1, 1025)]
+    configs = ahead.all_configs(lambda m: chosen[m - 1], 1024)
+    assert configs == [*dict.fromkeys(chosen)] and 3 <= len(configs) <= 8
+    assert prepare(batched_experts, **call) == 0, "nothing on the CPU"
+    call["x"], call["x_scale"] = call["x"][:, :0], call["x_scale"][:, :0]
+    with pytest.raises(ValueError, match="at least one token"):
+        prepare(batched_experts, **call)
+
+
+@each_type
+def test_a_call_without_tokens(fp8, layer):
+    _, inputs, _ = call_of(batched_experts, **layer.call("a few", fp8))
+    one = ahead.without_pairs(inputs)
+    assert isinstance(one, BatchedInputs) and not one.num_tokens.any()
+    assert one.x.shape == (EXPERTS, 1, 384) and one.x.is_contiguous()
+    assert one.x_scale is None or one.x_scale.shape == (EXPERTS, 1, 3)
+
+
+def test_rows_that_lie_by_expert_are_not_gathered() -> None:
+    """The layer would gather its rows for so few columns: 512 of an expert, then 64."""
+    shape, cpu = MoeShape(8, 8, 512, 256, 1, 1, 1, "given"), torch.device("cpu")
+    for rows, slices in ((512, False), (64, True)):
+        first, _ = FusedLayer(shape).chosen(8 * rows, cpu)
+        assert (first.gathers, first.slices) == (True, False)
+        first, _ = BatchedLayer(shape).chosen(rows, cpu)
+        assert (first.gathers, first.slices) == (False, slices)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64, 512])
+def test_configs_are_those_of_all_experts_rows(rows) -> None:
+    """An expert's rows are rounded up to a power of two. No layer so wide gathers rows."""
+    shape, cpu = MoeShape(32, 32, 2048, 768, 1, 1, 1, "given"), torch.device("cpu")
+    chosen = BatchedLayer(shape).chosen(rows, cpu)
+    assert chosen == FusedLayer(shape).chosen(32 * rows, cpu)
+    assert chosen == BatchedLayer(shape).chosen(rows // 2 + 1, cpu)
+    assert chosen != FusedLayer(shape).chosen(rows, cpu)
+
+
+# --- the compiled kernels, in the emulator --------------------------------------------------------
+
+SHAPE = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")
+CLAMPED = dataclasses.replace(SHAPE, swiglu=Swiglu(3.1, 1.702, 1.0))
+PLACES = 45
+PLACED = [3, 0, 45, 1, 8]
+"""Tokens of each expert; expert 2 fills all its places."""
+UNTOUCHED = 7.0
+
+
+def inputs_of(
+    tokens: torch.dtype = FP8, rows: int = PLACES, counts=PLACED, shape: MoeShape = SHAPE
+) -> BatchedInputs:
+    """Return inputs with NaN in the places beyond the counts."""
+    torch.manual_seed(rows)
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    x, x_scale = torch.randn(e, rows, h).bfloat16(), None
+    beyond = torch.arange(rows) >= torch.tensor(counts).unsqueeze(1)
+    if tokens is FP8:
+        x, x_scale = fp8(e, rows, h), torch.randn(e, rows, h // 128)
+        x.view(torch.uint8)[beyond], x_scale[beyond] = 0x7F, torch.nan
+    else:
+        x[beyond] = torch.nan
+    return BatchedInputs(
+        torch.tensor(counts, dtype=torch.int32), rows, x, x_scale,
+        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, i // 128),
+    )  # fmt: skip
+
+
+def form_of(inputs: BatchedInputs, **changes) -> Form:
+    return Form(torch.int32, None, inputs.x.dtype, batched=True, **changes)
+
+
+class Kernel(NamedTuple):
+    target: str
+    name: str
+    terms: int = 1
+
+
+def output_of(
+    inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes
+) -> torch.Tensor:
+    form = form_of(inputs, **changes)
+    return fused_output(inputs, shape, configs_of(*kernel), form, UNTOUCHED)
+
+
+def wanted_of(
+    inputs: BatchedInputs, terms: int = 1, shape: MoeShape = SHAPE, gate_first: bool = False
+) -> torch.Tensor:
+    out = torch.full(inputs.x.shape, UNTOUCHED, dtype=BF16)
+    reference.batched(inputs, out, shape, terms, gate_first)
+    return out
+
+
+def agree(got: torch.Tensor, wanted: torch.Tensor, inputs: BatchedInputs, terms: int) -> None:
+    there = torch.arange(got.shape[1]) < inputs.num_tokens.unsqueeze(1)
+    assert (got[~there] == UNTOUCHED).all(), "places beyond the counts are not written"
+    # bfloat16 itself is 1e-6 off where a value rounds to the other neighbour.
+    assert not there.any() or calc_diff(got[there], wanted[there]) < max(TOLERANCE[terms], 2e-6)
+
+
+def check(
+    inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes: Any
+) -> torch.Tensor:
+    """The output, if it is the model's and no kernel has a hazard."""
+    got = output_of(inputs, kernel, shape, **changes)
+    assert [report.hazards for report in ptxemu.reports] == 3 * [[]], "three kernels"
+    agree(
+        got,
+        wanted_of(inputs, kernel.terms, shape, changes.get("gate_first", False)),
+        inputs,
+        kernel.terms,
+    )
+    ptxemu.reports.clear()
+    return got
+
+
+@pytest.fixture(autouse=True)
+def target(request, monkeypatch) -> None:
+    if "kernel" in request.fixturenames:
+        use_target(monkeypatch, request.getfixturevalue("kernel").target)
+
+
+in_the_emulator = backends("emulator")
+EARLY = Kernel("sm_90a", "8 swapped, early")
+SOME = [EARLY, Kernel("sm_90a", "192 on demand"), Kernel("sm_100a", "32 swapped")]
+OTHERS = [
+    *(Kernel("sm_90a", "8 swapped, early", 2), Kernel("sm_90a", "64 overlapped", 2)),
+    *(Kernel("sm_90a", "32 swapped"), Kernel("sm_90a", "128"), Kernel("sm_90a", "128", 2)),
+    *(Kernel("sm_100a", "16 swapped in pairs"), Kernel("sm_100a", "256 on demand")),
+    *(Kernel("sm_100a", "16 swapped", 2), Kernel("sm_100a", "128", 2)),
+    Kernel("sm_100a", "256 by two CTAs"),
+]
+some_kernels = pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
+an_early_one = pytest.mark.parametrize("kernel", [EARLY], ids=str)
+EVERY = [SOME[0], Kernel("sm_90a", "64 overlapped", 2), SOME[2], *more(*((k,) for k in OTHERS))]
+
+
+@in_the_emulator
+@pytest.mark.parametrize("tokens", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("kernel", EVERY, ids=str)
+def test_kernels_as_the_model(kernel, tokens, mode, emulator):
+    check(inputs_of(tokens), kernel)
+
+
+@in_the_emulator
+@pytest.mark.parametrize(
+    ("rows", "counts"),
+    [
+        (1, [1, 1, 1, 1, 1]),
+        (3, [0, 0, 0, 0, 3]),
+        *more((3, [0, 0, 0, 0, 0]), (7, [7, 7, 7, 7, 7]), (130, [130, 1, 129, 0, 65])),
+        *more((130, [0, 64, 33, 130, 128])),
+    ],
+    ids=str,
+)
+@some_kernels
+def test_any_number_of_rows(kernel, rows, counts, emulator):
+    """Rows that TMA's strides do not divide, and counts of a part of a tile."""
+    for tokens in (FP8, BF16):
+        check(inputs_of(tokens, rows, counts), kernel)
+
+
+@in_the_emulator
+@an_early_one
+def test_counts_beyond_the_places(kernel, emulator):
+    """No memory around the arguments is read or written."""
+    inputs = inputs_of(FP8, counts=[PLACES, 0, PLACES, 0, PLACES])
+    wanted = output_of(inputs, kernel)
+    given = [2**31 - 1, -(2**31), PLACES + 1, -1, 2**30]
+    strange = inputs._replace(num_tokens=torch.tensor(given, dtype=torch.int32))
+    assert torch.equal(output_of(strange, kernel), wanted)
+    assert not any(report.hazards for report in emulator.reports)
+
+
+@in_the_emulator
+@some_kernels
+def test_kernels_take_scales_as_they_lie(kernel, emulator):
+    inputs = inputs_of(FP8)
+    wanted, scale = output_of(inputs, kernel), inputs.x_scale
+    for laid_out in (
+        scale.transpose(1, 2).contiguous().transpose(1, 2),  # as DeepEP has them
+        torch.nn.functional.pad(scale, (0, 2), value=torch.nan)[..., :-2],
+        torch.cat([scale, torch.full_like(scale, torch.nan)], dim=1)[:, :PLACES],
+    ):
+        assert torch.equal(output_of(inputs._replace(x_scale=laid_out), kernel), wanted)
+    assert not any(report.hazards for report in emulator.reports)
+
+
+@in_the_emulator
+@some_kernels
+def test_the_clamped_swiglu_and_gate_first(kernel, emulator):
+    inputs = inputs_of(BF16)
+    got = check(inputs, kernel, CLAMPED, gate_first=True)
+    assert calc_diff(wanted_of(inputs, 1, SHAPE, gate_first=True)[2], got[2]) > 0.01
+
+
+@in_the_emulator
+@some_kernels
+def test_scales_of_powers_of_two_and_of_weights_that_are_exponents(kernel, emulator):
+    shape = dataclasses.replace(SHAPE, ue8m0=True)
+    inputs = inputs_of(BF16)
+    scales = {n: getattr(inputs, n).abs().log2().ceil().exp2() for n in ("w13_scale", "w2_scale")}
+    inputs = inputs._replace(**scales)
+    exponents = {name: scale.to(torch.float8_e8m0fnu) for name, scale in scales.items()}
+    inputs = inputs._replace(**exponents)
+    got = output_of(inputs, kernel, shape, weight_scale=torch.float8_e8m0fnu)
+    ptxemu.reports.clear()
+    assert torch.equal(got, check(inputs._replace(**scales), kernel, shape))
+
+
+@in_the_emulator
+@some_kernels
+def test_the_bits_of_the_fused_layer(kernel, emulator):
+    """The fused layer gets the same tokens with one expert each and a weight of 1, so its rows have
+    the same order."""
+    inputs = inputs_of(BF16)
+    there = torch.arange(PLACES) < inputs.num_tokens.unsqueeze(1)
+    ids = torch.arange(5).unsqueeze(1).expand(5, PLACES)[there].unsqueeze(1).int()
+    routed = RoutedInputs(ids, torch.ones(ids.shape), inputs.x[there], None, *inputs[4:], 0, None)
+    configs = configs_of(kernel.target, kernel.name)
+    wanted = fused_output(routed, SHAPE, configs, Form(torch.int32, torch.float32, BF16))
+    assert torch.equal(output_of(inputs, kernel)[there], wanted)
+
+
+@in_the_emulator
+@some_kernels
+def test_a_row_s_bits_are_its_own(kernel, emulator):
+    """Wherever it lies, whatever is beside it: a NaN stays in its row."""
+    inputs = inputs_of(BF16)
+    x = inputs.x.clone()
+    x[2] = odd_tokens(PLACES, SHAPE.hidden_size)
+    inputs = inputs._replace(x=x)
+    whole = output_of(inputs, kernel)
+    q, scale = quantise_rows(x.flatten(0, 1))
+    quantised = inputs._replace(x=q.view(x.shape), x_scale=scale.t().unflatten(0, (5, PLACES)))
+    assert same(output_of(quantised, kernel), whole)
+    assert whole[2].isnan().any() and not whole[2].isnan().all(dim=1).all()
+    backwards = inputs._replace(x=x.flip(1), num_tokens=torch.tensor([0, 0, PLACES, 0, 0]).int())
+    assert same(output_of(backwards, kernel)[2].flip(0), whole[2])
+
+
+@in_the_emulator
+@pytest.mark.all
+@pytest.mark.parametrize("blocks", [1, PLACE_WARPS - 1, PLACE_WARPS + 1])
+@an_early_one
+def test_widths_that_warps_do_not_divide(blocks, kernel, emulator):
+    shape = MoeShape(40, 40, blocks * 128, 128, 1, 1, 1, "given")
+    counts = [e % 4 for e in range(40)]
+    for tokens in (FP8, BF16):
+        check(inputs_of(tokens, 3, counts, shape), kernel, shape)
+
+
+END = r"add\.s32(\s+%r\d+, %r\d+, %r\d+;\s+st\.global\.b32\s+\[%rd\d+\+20\])"
+FIRST = r"add\.s32\s+(%r\d+), (%r\d+), %r\d+;(\s+mad\.lo\.s32)"
+FAULTS = {
+    "counts are not bounded": replace(
+        r"min\.relu\.s32\s+(%r\d+), (%r\d+), [^;]*;", r"mov.b32 \1, \2;"
+    ),
+    "negative counts are taken": replace(r"min\.relu\.s32", "min.s32"),
+    "rows end where they do not": replace(END, r"sub.s32\1"),
+    "tiles on demand are not counted from 0": replace(r"st\.global\.b32\s+\[%rd\d+\], 0;", ""),
+    "what is ready is not counted from 0": replace(r"st\.global\.b32\s+\[%rd\d+\+8\], 0;", ""),
+    "scales go to another expert's rows": replace(FIRST, r"mov.b32 \1, \2;\3"),
+    "scales have the strides of others": replace(r"(mad\.lo\.s64\s+%rd\d+, )%rd\d+", r"\g<1>3", 1),
+    "the first GEMM does not wait": replace(r"griddepcontrol\.wait;", "", 1),
+    "the second GEMM does not wait for rows": replace(
+        r"ld\.acquire\.gpu\S*\s+(%r\d+), [^;]*;", r"mov.b32 \1, 0x7fffffff;"
+    ),
+}
+
+
+@in_the_emulator
+@pytest.mark.all
+@pytest.mark.parametrize("fault", FAULTS)
+@an_early_one
+def test_a_fault_shows(fault, kernel, emulator):
+    """A fault is an error, a hazard or another result in some schedule."""
+    inputs = inputs_of(FP8, counts=[3, 0, PLACES, 1, 8])
+    scale = inputs.x_scale.transpose(1, 2).contiguous().transpose(1, 2)
+    beyond = torch.tensor([3, -100, 2**30, 1, 8], dtype=torch.int32)
+    inputs = inputs._replace(x_scale=scale, num_tokens=beyond)
+    wanted = output_of(inputs, kernel)
+    assert noticed_in(lambda: output_of(inputs, kernel), wanted, FAULTS[fault], emulator)
