@@ -53,6 +53,7 @@ ROOT = TESTS.parent
 EMULATOR = ROOT / "emulator"
 BACKENDS = ("cpu", "emulator", "gpu")
 BACKEND_OF_FOLDER = {"emulated": {"emulator"}, "gpu": {"gpu"}}
+"""Folders whose tests name no backends."""
 OF_A_KERNEL = ("target", "config", "name", "terms")
 """Parameters of emulated tests that decide what is compiled."""
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
