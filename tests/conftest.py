@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fake_cuda import FakeCuda
     from programs import Done
 
-    from scripts.data.rows import Rows
+    from scripts.publishing.rows import Rows
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers fill the cores; torch's further threads would only wait in turns.
@@ -52,8 +52,6 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 EMULATOR = ROOT / "emulator"
 BACKENDS = ("cpu", "emulator", "gpu")
-BACKEND_OF_FOLDER = {"emulated": {"emulator"}, "gpu": {"gpu"}}
-"""Folders whose tests name no backends."""
 OF_A_KERNEL = ("target", "config", "name", "terms")
 """Parameters of emulated tests that decide what is compiled."""
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
@@ -149,9 +147,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files that have no test for the backend."""
     if not collection_path.is_relative_to(TESTS) or not collection_path.name.startswith("test_"):
         return None
-    backend, folder = config.getoption("backend"), collection_path.parent.name
-    if folder in BACKEND_OF_FOLDER:
-        return backend not in BACKEND_OF_FOLDER[folder] or None
+    backend = config.getoption("backend")
     if backend == "cpu" or collection_path.is_dir():
         return None
     return "backends(" not in collection_path.read_text(encoding="utf-8") or None
@@ -182,8 +178,7 @@ def runs_on(item: pytest.Item, backend: str) -> bool:
     if TESTS not in item.path.parents:  # the emulator's own
         return True
     marks = [{*mark.args} for mark in item.iter_markers("backends")]
-    folder = item.path.relative_to(TESTS).parts[0]
-    allowed = {*BACKENDS}.intersection(*(marks or [BACKEND_OF_FOLDER.get(folder, {"cpu"})]))
+    allowed = {*BACKENDS}.intersection(*(marks or [{"cpu"}]))
     if not allowed and not hasattr(item, "callspec"):  # parameters of different backends meet
         raise pytest.UsageError(f"{item.nodeid}: its marks `backends` have no backend in common")
     return backend in allowed
@@ -282,14 +277,14 @@ def measure(monkeypatch, tmp_path: Path) -> "Callable[..., tuple[Done, Rows]]":
     from moe_fp8.kernels.architectures import HOPPER
     from programs import RATES, call
 
-    from scripts.data import rows
-    from scripts.measure import gpu
+    from scripts.measuring import clock
+    from scripts.publishing import rows
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
-    monkeypatch.setattr(gpu, "architecture", lambda: HOPPER)
-    monkeypatch.setattr(gpu, "gpu_arch", lambda: "sm_90a")
-    monkeypatch.setattr(gpu, "measure_rates", lambda: RATES)
+    monkeypatch.setattr(clock, "architecture", lambda: HOPPER)
+    monkeypatch.setattr(clock, "gpu_arch", lambda: "sm_90a")
+    monkeypatch.setattr(clock, "measure_rates", lambda: RATES)
 
     def run(*arguments: str) -> "tuple[Done, Rows]":
         path = tmp_path / rows.FILE
@@ -304,7 +299,7 @@ def cuda(monkeypatch) -> "Iterator[FakeCuda]":
     """Replace torch.cuda by `fake_cuda`."""
     from fake_cuda import FakeCuda
 
-    from scripts.measure.timing import flush_buffer, own_stream
+    from scripts.measuring.clock import flush_buffer, own_stream
 
     originals = flush_buffer, own_stream
     for of_a_gpu in originals:

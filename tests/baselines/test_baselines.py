@@ -1,5 +1,5 @@
 """The baselines on public libraries: their packing, refusals, sizes and what they pass. No library
-is replaced by a stand-in: `tests/gpu` and `tests/engines` have the real ones."""
+is replaced by a stand-in: `test_full_layers` and `tests/engines` have the real ones."""
 
 import ast
 import importlib.util
@@ -27,7 +27,7 @@ from moe_fp8.baselines import (
 from moe_fp8.call import DEEPSEEK_V3, Form, signature
 from packaging.requirements import Requirement
 
-from scripts.pack import pack
+from scripts.common import sources
 
 LIBRARIES = {
     "sglang_moe": ("sgl_kernel", "sglang-kernel>=0.4.3"),
@@ -79,11 +79,11 @@ def arguments(tokens: int = 1) -> list:
 
 @every_module
 def test_packs_without_our_kernels(name):
-    generation = {g.name: g for g in pack.generations()}[name]
-    solution = json.loads(pack.pack(generation))
-    sources = {source["path"] for source in solution["sources"]}
-    assert f"moe_fp8/baselines/{name}.py" in sources
-    assert not any("sm90" in path or path.startswith("moe_fp8/kernels/") for path in sources)
+    generation = {g.name: g for g in sources.generations()}[name]
+    solution = json.loads(sources.pack(generation))
+    paths = {source["path"] for source in solution["sources"]}
+    assert f"moe_fp8/baselines/{name}.py" in paths
+    assert not any("sm90" in path or path.startswith("moe_fp8/kernels/") for path in paths)
     assert [Requirement(text).name for text in solution["spec"]["dependencies"]]
     assert re.split("[=>]=", LIBRARIES[name][1])[0] in str(solution["spec"]["dependencies"])
 

@@ -30,7 +30,7 @@ from moe_fp8.baselines.per_stream import PerStream
 from moe_fp8.baselines.triton_gemm import TileConfig
 from moe_fp8.ladder import v2_vectorised as v2
 
-from scripts.measure.timing import Timed, captured, on_own_stream, traced
+from scripts.measuring.clock import Timed, captured, on_own_stream, traced
 
 pytestmark = backends("gpu")
 weights, make_inputs, worst = deepseek.weights, deepseek.make_inputs, deepseek.worst

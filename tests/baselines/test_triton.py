@@ -9,10 +9,8 @@ from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
-from scripts.common.metrics import calc_diff, matched_ratio
-from scripts.measure import gemm_variants
-from scripts.measure.gemm_problems import Problem
-from scripts.measure.gemm_variants import Checker, Operands, Variant, Weights
+from scripts.measuring.accuracy import calc_diff, matched_ratio
+from scripts.measuring.gemm import Checker, Operands, Problem, Variant, Weights
 
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_fp8.baselines import requirement, shared, triton_gemm, triton_moe
@@ -356,12 +354,12 @@ def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
 )
 def test_measure_times_a_call_that_computes_its_problem(gemm, tile, monkeypatch):
     shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
-    monkeypatch.setattr(gemm_variants, "LAYER_SHAPES", shapes)
+    monkeypatch.setattr(gemm, "LAYER_SHAPES", shapes)
     problem = Problem((3, 0, 17, 0, 1, 32), 256, 384, tokens=40)
     operands = Operands(problem, Weights(problem.experts, 256, 384, DEVICE, seed=0))
-    variant = Variant("triton_moe", lambda x: gemm_variants.triton_call(x, tile))
+    variant = Variant("triton_moe", lambda x: gemm.triton_call(x, tile))
     assert Checker(operands).calc_diff(variant) < 1e-5
-    _, rows = gemm_variants.triton_rows(operands, tile.block_m)
+    _, rows = gemm.triton_rows(operands, tile.block_m)
     assert rows.m_indptr[-1] % tile.block_m == 0
     assert (rows.token_of_row >= 0).sum() == problem.pairs
     assert len(rows.token_of_row) >= int(rows.m_indptr[-1])

@@ -57,7 +57,7 @@ def peer_of_a_sweep(
     name: str, hidden: int, intermediate: int, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and what an engine's function, as a sweep calls it, makes of them: shapes alone."""
-    from scripts.measure import as_engines
+    from scripts.measuring import subjects
 
     def shaped(dtype: torch.dtype, *size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -69,6 +69,6 @@ def peer_of_a_sweep(
         shaped(fp8, 4, hidden, intermediate),
         shaped(f32, 4, hidden // BLOCK, intermediate // BLOCK),
     )
-    run = as_engines.ENGINES[name](weights, shaped(i32, DEEPSEEK_V3.num_experts))
+    run = subjects.ENGINES[name](weights, shaped(i32, DEEPSEEK_V3.num_experts))
     x, ids = shaped(torch.bfloat16, 3, hidden), shaped(i32, 3, top_k)
     return x, run(ids, ids.float(), x)

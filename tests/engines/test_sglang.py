@@ -14,7 +14,7 @@ from moe_fp8.serving import plugins
 from moe_fp8.serving import sglang as plugin
 from reference import Weights, layer, peer_of_a_sweep
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 engine("sglang.srt.layers.moe.moe_runner")
 from sglang.srt import runtime_context  # noqa: E402

@@ -17,7 +17,7 @@ from moe_fp8.serving import plugins
 from moe_fp8.serving import vllm as plugin
 from reference import Weights, layer, peer_of_a_sweep
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.serving import vllm_experts  # noqa: E402

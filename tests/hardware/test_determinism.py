@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from markers import backends
 
-from scripts.data import rows
-from scripts.programs import measure
+from scripts import measure
+from scripts.publishing import rows
 
 pytestmark = backends("gpu")
 RUN_TO_RUN = ["again", "stream", "after others", "graph"]

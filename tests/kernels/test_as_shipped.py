@@ -21,8 +21,8 @@ from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
 from moe_fp8.layer import make_call
 from problems import fp8, use_target
 
-from scripts.common.metrics import calc_diff
-from scripts.measure.processes import process_pool
+from scripts.measuring.accuracy import calc_diff
+from scripts.measuring.processes import process_pool
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 OFFSET, CHOSEN = 32, (3, 17, 18)

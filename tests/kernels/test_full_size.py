@@ -11,7 +11,7 @@ from moe_fp8.ladder.steps import batched_rows
 from moe_fp8.reference import flat_rows
 from sanitizer import TOOLS, sanitized
 
-from scripts.common.metrics import calc_diff, cosine
+from scripts.measuring.accuracy import calc_diff, cosine
 
 pytestmark = backends("gpu")
 FP8 = torch.float8_e4m3fn

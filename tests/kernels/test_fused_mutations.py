@@ -26,7 +26,7 @@ from problems import (
 )
 from ptxemu.testing import Edit, replace
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 pytestmark = [backends("emulator"), pytest.mark.all]
 

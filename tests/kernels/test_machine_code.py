@@ -9,9 +9,9 @@ import pytest
 from moe_fp8.cache import CACHE_VARIABLE, KernelCache, cache_dir
 from programs import call
 
-from scripts.common.project import RESULTS_DIR
-from scripts.measure import shipped
-from scripts.pack import machine_code as code
+from scripts import digests
+from scripts.common import sources as code
+from scripts.common.program import RESULTS_DIR
 
 PTX = """\
 // a comment
@@ -98,7 +98,7 @@ def results(tmp_path: Path) -> Path:
     record = tmp_path / "a-gpu" / "a-day"
     record.mkdir(parents=True)
     for directory in (tmp_path, record):
-        code.write(directory / code.FILE, content)
+        code.write_digests(directory / code.DIGESTS, content)
     return tmp_path
 
 
@@ -106,8 +106,8 @@ def edited(path: Path, change: dict) -> None:
     content = json.loads(path.read_text("utf-8"))
     for key, value in change.items():
         content[key] = {**content[key], **value}
-    code.write(path, content)
-    code.read.cache_clear()
+    code.write_digests(path, content)
+    code.read_digests.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def edited(path: Path, change: dict) -> None:
     ],
 )
 def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, same) -> None:
-    edited(results / code.FILE, change)
+    edited(results / code.DIGESTS, change)
     assert (
         code.unchanged(V1, "was", [], results),
         code.unchanged(V2, "was too", [], results),
@@ -133,8 +133,8 @@ def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, 
 
 
 @pytest.fixture(scope="module")
-def units() -> list[shipped.Unit]:
-    return shipped.units(every=False)
+def units() -> list[digests.Unit]:
+    return digests.units(every=False)
 
 
 @pytest.mark.xdist_group("machine code")
@@ -160,30 +160,30 @@ def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_pat
     monkeypatch.setenv(CACHE_VARIABLE, str(directory))
     monkeypatch.delenv("CUTE_DSL_DUMP_DIR", raising=False)  # of the key, and another in every run
     monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: made_of)
-    own = Path(code.__file__).read_bytes() + Path(shipped.__file__).read_bytes()
+    own = Path(code.__file__).read_bytes() + Path(digests.__file__).read_bytes()
     paths = {}
     for unit in units:
-        made_of = shipped.function(unit.compile).make(*unit.arguments)
+        made_of = digests.function(unit.compile).make(*unit.arguments)
         key = hashlib.sha256(repr(sorted(made_of.items())).encode() + own).hexdigest()
         paths[unit.name] = directory / key
     missing = [unit for unit in units if not paths[unit.name].exists()]
-    for name, digest in shipped.digests(missing, os.cpu_count() or 1).items() if missing else ():
+    for name, digest in digests.digests(missing, os.cpu_count() or 1).items() if missing else ():
         paths[name].write_text(digest)
-    stored = code.read(RESULTS_DIR / code.FILE)
-    assert stored["versions"] == code.versions()
-    digests = {name: path.read_text() for name, path in paths.items()}
-    assert digests == {name: stored["digests"].get(name) for name in digests}
+    stored = code.read_digests(RESULTS_DIR / code.DIGESTS)
+    assert stored["versions"] == code.compiler_versions()
+    now = {name: path.read_text() for name, path in paths.items()}
+    assert now == {name: stored["digests"].get(name) for name in now}
 
 
 @pytest.mark.parametrize("changed", [[], ["b"]])
 def test_the_program_names_what_has_other_machine_code(changed, monkeypatch, tmp_path) -> None:
-    stored = {"versions": code.versions(), "digests": {"a": "1-1", "b": "2-2"}}
-    monkeypatch.setattr("scripts.common.project.RESULTS_DIR", tmp_path)
-    code.read.cache_clear()
-    code.write(tmp_path / code.FILE, stored)
-    monkeypatch.setattr(shipped, "units", lambda every: [])
+    stored = {"versions": code.compiler_versions(), "digests": {"a": "1-1", "b": "2-2"}}
+    monkeypatch.setattr("scripts.common.program.RESULTS_DIR", tmp_path)
+    code.read_digests.cache_clear()
+    code.write_digests(tmp_path / code.DIGESTS, stored)
+    monkeypatch.setattr(digests, "units", lambda every: [])
     now = stored["digests"] | dict.fromkeys(changed, "3-3")
-    monkeypatch.setattr(shipped, "digests", lambda units, workers: now)
+    monkeypatch.setattr(digests, "digests", lambda units, workers: now)
     done = call("digests")
     lines = ["b: 3-3, stored: 2-2"] * len(changed)
     lines.append(f"2 kernels, {len(changed)} with other machine code than stored")

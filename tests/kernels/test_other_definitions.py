@@ -21,7 +21,7 @@ from moe_fp8.ladder import v6_fused_hifi as v6
 from problems import fused_output, layer_inputs
 
 from scripts.common.definitions import MOE, MoeDefinition
-from scripts.common.metrics import calc_diff, cosine
+from scripts.measuring.accuracy import calc_diff, cosine
 
 FEW, MANY = "few rows", "many rows"
 """Swapped operands and gathered tokens; tiles of 128 and more rows, and the permute."""

@@ -18,7 +18,7 @@ from moe_fp8.ladder import v4_flat
 from moe_fp8.reference import choose_experts, quantise_rows
 from problems import SHAPE, TOLERANCE, configs_of, fused_output, inputs_of, use_target
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 GEOMETRY = MoeShape(16, 8, 256, 128, 4, 2, 3)
 LOCAL, HIDDEN, WIDTH = GEOMETRY.num_local_experts, GEOMETRY.hidden_size, GEOMETRY.intermediate_size

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.common.metrics import calc_diff, cosine, matched_ratio
+from scripts.measuring.accuracy import calc_diff, cosine, matched_ratio
 
 # Routing as in the definition, so that its reference applies; 0.3 MB of weights an expert.
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)

@@ -20,7 +20,7 @@ from ptxemu.engine import DEPENDENTS
 from ptxemu.testing import replace
 from test_experts import KINDS, calls
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 pytestmark = backends("emulator")
 

@@ -22,7 +22,7 @@ from mutants import noticed as noticed_in
 from problems import TOLERANCE, configs_of, fp8, fused_output, odd_tokens, same, use_target
 from ptxemu.testing import replace
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 NAMES = ("w13", "w13_scale", "w2", "w2_scale")

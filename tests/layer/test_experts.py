@@ -32,7 +32,7 @@ from problems import configs_of, fp8, fused_output, inputs_of, odd_tokens, same,
 from ptxemu.testing import replace
 from small_layer import OFFSET, OPERATOR_TESTS, PLAIN, ROUTING, SHAPE, swapped, tensors_of
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 BF16 = torch.bfloat16
 E, L, K = SHAPE.num_experts, SHAPE.num_local_experts, SHAPE.top_k

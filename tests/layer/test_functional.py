@@ -19,7 +19,7 @@ from moe_fp8.ladder import v5_fused, v6_fused_hifi
 from moe_fp8.reference import quantise_rows
 from small_layer import PLAIN, ROUTING, SHAPE, tensors_of, wanted_of
 
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40])

@@ -53,7 +53,7 @@ from problems import (
     with_local_rows,
 )
 
-from scripts.common.metrics import calc_diff, cosine
+from scripts.measuring.accuracy import calc_diff, cosine
 
 in_the_emulator, on_a_gpu = backends("emulator"), backends("gpu")
 
@@ -94,7 +94,7 @@ def test_as_the_model(target, name, terms, tokens, offset, mode, emulator, monke
 @pytest.mark.all
 @pytest.mark.parametrize(("name", "bad"), [("8 swapped", torch.nan), ("128", torch.inf)])
 def test_what_is_not_finite_spreads_as_in_the_model(name, bad, emulator):
-    """The model's outputs are finite where the reference's are: tests/cpu/test_misuse.py."""
+    """The model's outputs are finite where the reference's are: test_misuse.py."""
     inputs = inputs_of(9, 4)
     clean = fused_output_of(inputs, name)
     for field in ("hidden_states_scale", "gemm1_weights_scale", "gemm2_weights_scale"):

@@ -35,7 +35,7 @@ from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.ladder import steps
 from problems import SHAPE, inputs_of
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 on_a_gpu = backends("gpu")
 

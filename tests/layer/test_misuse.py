@@ -24,7 +24,7 @@ from moe_fp8.api import fused_moe
 from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.layer import FusedLayer
 
-from scripts.common.metrics import calc_diff, cosine
+from scripts.measuring.accuracy import calc_diff, cosine
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("MOE_FP8_FUZZ", "0"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from moe_fp8.call import BLOCK, MoeShape
 from programs import RATES
-from test_baselines_triton import DEVICE, interpreter_that_rounds
+from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.common.program import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.measuring import batched

@@ -13,7 +13,7 @@ from moe_fp8 import experts, fused_moe, reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
 from programs import RATES
-from test_baselines_triton import DEVICE, interpreter_that_rounds
+from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.common.definitions import DEFAULT, DSV3_TP8, SHARED, build_definition, find
 from scripts.common.program import (

@@ -34,7 +34,7 @@ from scripts.serving import engines, worker
 from scripts.serving.engines import OWN, Generated, Setup, Vllm, find_model, start
 from scripts.serving.worker import Measuring, TimesGraphs, checking, prompts
 
-STAND_IN = ROOT / "tests/cpu/stand_ins/engines"
+STAND_IN = ROOT / "tests/support/stand_ins/engines"
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
 QUICK = ["--batches", "1,2", "--prompts", "8", "--repeats", "2", "--random-weights"]
 

@@ -22,7 +22,7 @@ from moe_fp8.ladder import v5_fused as v5
 
 from scripts.common.program import DEFINITION, ROOT
 from scripts.common.sources import generations
-from scripts.data.dataset import load
+from scripts.measuring.cases import load
 from scripts.pack import export_of, write_tree
 
 pytestmark = backends("gpu")

@@ -39,7 +39,7 @@ from moe_fp8.serving import prepare as ahead
 from small_layer import HIDDEN, TOP_K, WEIGHTS
 from small_layer import named_tensors as tensors
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
 FORM = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True)

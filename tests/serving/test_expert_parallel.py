@@ -25,10 +25,10 @@ from small_layer import ROUTING, SHAPE, tensors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from scripts.common.metrics import calc_diff
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT
+from scripts.measuring.accuracy import calc_diff
 
-STAND_INS = ROOT / "tests/cpu/stand_ins"
+STAND_INS = ROOT / "tests/support/stand_ins"
 LOCAL, HIDDEN = SHAPE.num_local_experts, SHAPE.hidden_size
 TENSORS = MoeInputs._fields[:8]
 

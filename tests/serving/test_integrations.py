@@ -19,7 +19,7 @@ from moe_fp8.serving import plugins
 from moe_fp8.serving import sglang as sglang_plugin
 from moe_fp8.serving import vllm as vllm_plugin
 
-from scripts.common.project import ROOT
+from scripts.common.program import ROOT
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 

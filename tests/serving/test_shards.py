@@ -8,7 +8,7 @@ from engines.reference import Weights, layer, wide
 from moe_fp8 import experts, pad_shard
 from moe_fp8.call import BLOCK
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 LOCAL, HIDDEN = 4, 256
 

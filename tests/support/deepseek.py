@@ -15,7 +15,7 @@ from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 
-from scripts.common.metrics import calc_diff, cosine
+from scripts.measuring.accuracy import calc_diff, cosine
 
 FP8 = torch.float8_e4m3fn
 OFFSET = 64

@@ -17,8 +17,8 @@ from moe_fp8.ladder import steps
 from moe_fp8.layer import make_call
 from moe_fp8.reference import flat_rows
 
-from scripts.common.metrics import calc_diff
-from scripts.measure.gemm_problems import LAYER_SHAPES
+from scripts.measuring.accuracy import calc_diff
+from scripts.measuring.gemm import LAYER_SHAPES
 
 TOKENS = (*range(1, 256), *range(256, 32768, 32))
 """Every config of the layer ships for some of these."""

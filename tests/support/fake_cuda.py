@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from scripts.measure.timing import Span
+from scripts.measuring.clock import Span
 
 LARGEST_L2 = 127 * 2**20
 """Bytes; a B200's."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashinfer_bench.data import Definition, Solution, Trace, TraceSet
 
-from scripts.common.project import DEFINITION
+from scripts.common.program import DEFINITION
 
 WIDTH = 8
 REFERENCE = """
@@ -90,8 +90,8 @@ def measure(
     and one of somebody else, on the CPU 'GPU A'."""
     import flashinfer_bench.utils
 
-    from scripts.measure import plan
-    from scripts.programs import measure
+    from scripts import measure
+    from scripts.measuring import cases
 
     def load(root: Path, definition: object) -> tuple[TraceSet, list[Solution]]:
         found = trace_set(lengths=lengths)
@@ -103,11 +103,11 @@ def measure(
         return measure.main()
 
     own = frozenset(s.hash() for s in ours)
-    for module in (plan, flashinfer_bench.utils):
+    for module in (cases, flashinfer_bench.utils):
         monkeypatch.setattr(module, "hardware_from_device", lambda device: "GPU A")
-    monkeypatch.setattr(plan, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(plan, "make_missing_workloads", lambda root, found: None)
-    monkeypatch.setattr(plan, "load_with_ours", load)
+    monkeypatch.setattr(cases, "own_hashes", lambda packed: own)
+    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, found: None)
+    monkeypatch.setattr(cases, "load_with_ours", load)
     run.hashes = {s.name: s.hash() for s in (*ours, THEIRS)}  # type: ignore[attr-defined]
     return run
 

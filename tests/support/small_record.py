@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scripts.common.project import DEFINITION
-from scripts.data.traces import read_results
-from scripts.table.rankings import Ranking, rankings
+from scripts.common.program import DEFINITION
+from scripts.publishing.rankings import Ranking, rankings
+from scripts.publishing.rows import read_results
 
 UUIDS = {7: "aaaa0000", 80: "bbbb0000", 901: "cccc0000"}
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from markers import more
+from markers import backends, more
 
-from scripts.measure.weight_stream import CHUNK, STAGES, readers
+from scripts.measuring.weight_stream import CHUNK, STAGES, readers
 
+pytestmark = backends("emulator")
 CHUNKS = STAGES + 3
 
 

@@ -1,3 +1,0 @@
-from triton_interpreter import DEVICE, interpreter_that_rounds  # moved
-
-__all__ = ["DEVICE", "interpreter_that_rounds"]
