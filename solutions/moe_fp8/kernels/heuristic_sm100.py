@@ -2,7 +2,7 @@
 
 No Blackwell GPU was at hand. The bounds of few rows are those measured on an H200, where operands
 are swapped for the same reason: a GEMM of few rows waits for its weights. The others follow from
-the cost model (docs/gemm-model.md). All of them are to be measured.
+the cost model (docs/notes/gemm-model.md). All of them are to be measured.
 """
 
 import math
