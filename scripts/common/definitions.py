@@ -239,12 +239,6 @@ def find_layer(name: str) -> MoeDefinition:
     return SHARED if name in (SHARED.short, SHARED.name) else find(name)
 
 
-# Old names, until the merge.
-Entry = MoeDefinition
-find_any = find_layer
-TABLE = MOE
-
-
 # --- the roofline: the least time of a call on a GPU, from rates measured there -------------------
 
 

@@ -39,6 +39,7 @@ from scripts.common.definitions import (
     SHARED,
     MoeDefinition,
     build_definition,
+    select,
     size_of,
 )
 from scripts.common.options import matches
@@ -131,28 +132,10 @@ def named(workload: Workload) -> str:
 def select_workloads(
     workloads: Sequence[Trace], selectors: Sequence[str], max_tokens: int | None = None
 ) -> list[Trace]:
-    """Return the workloads that a selector names by T (`901` or `T=901`) or by the beginning of the
-    uuid, in the data set's order, or all without selectors. `max_tokens` is a further limit."""
-    lengths = {tokens(t.workload) for t in workloads}
-
-    def chooses(selector: str, workload: Workload) -> bool:
-        number = selector[2:] if selector.upper().startswith("T=") else selector
-        if number.isdigit() and (number != selector or int(number) in lengths):
-            return int(number) == tokens(workload)
-        return workload.uuid.startswith(selector.lower())
-
-    chosen = {s: {t.workload.uuid for t in workloads if chooses(s, t.workload)} for s in selectors}
-    if unused := [selector for selector, uuids in chosen.items() if not uuids]:
-        raise UsageError(
-            f"no workload matches {', '.join(unused)} (a token count or the beginning of a uuid)"
-        )
-    uuids = set().union(*chosen.values())
-    selected = [t for t in workloads if not selectors or t.workload.uuid in uuids]
-    if max_tokens is not None:
-        selected = [t for t in selected if tokens(t.workload) <= max_tokens]
-    if not selected:
-        raise UsageError("no workload is left by this selection")
-    return selected
+    """Return the workloads that `select` chooses. Raises UsageError."""
+    sizes = {t.workload.uuid: tokens(t.workload) for t in workloads}
+    chosen = set(select(sizes, selectors, max_tokens))
+    return [t for t in workloads if t.workload.uuid in chosen]
 
 
 def make_missing_workloads(root: Path, traces: Sequence[Trace]) -> None:

@@ -369,12 +369,6 @@ def traced_calls(call: Run, flush: Run, repeats: int) -> list[list[Span]]:
 # --- the GPU ------------------------------------------------------------------------------------
 
 
-def require_gpu() -> str:
-    if not torch.cuda.is_available():
-        raise UsageError("no GPU is visible")
-    return torch.cuda.get_device_name(0)
-
-
 def architecture() -> Any:
     """Return the package's `Architecture` of this GPU; without a GPU, Hopper's."""
     return of_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

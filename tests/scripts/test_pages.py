@@ -113,13 +113,12 @@ def test_names_of_tests(page: Path) -> None:
 
 def test_programs_and_their_options(page: Path) -> None:
     programs = run.programs()
-    shared = (ROOT / "scripts" / "programs" / "options.py").read_text("utf-8")
+    shared = (ROOT / "scripts" / "common" / "options.py").read_text("utf-8")
     for name, given in starts(page):
         assert name in programs, name
-        moved = ROOT / "scripts" / f"{name}.py"
-        own = (moved if moved.is_file() else programs[name]).read_text("utf-8")
+        own = programs[name].read_text("utf-8")
         for option in given:
-            assert f'"--{option}"' in own or f'"{option}"' in own + shared, (name, option)
+            assert f'"--{option}"' in own + shared, (name, option)
 
 
 def test_commits(page: Path) -> None:
