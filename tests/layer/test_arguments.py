@@ -15,6 +15,7 @@ import pytest
 import torch
 from bruteforce import TINY as SHAPE
 from faults import FAULTS, misaligned
+from markers import more
 from moe_fp8.api import experts, fused_moe
 from moe_fp8.call import LARGEST_SIZES, MoeInputs, MoeShape, RoutedInputs, check_call
 from moe_fp8.kernels import architectures
@@ -116,6 +117,8 @@ OTHERS = {
 """The device, the experts, the tokens and the width are those of the tensor that tells them first:
 of some faults the next argument that disagrees is named."""
 ROUTED = RoutedInputs._fields[:8]
+ALIKE = ("number", "list", "rank+1", "rank-1", "scalar")
+"""Faults that the functions see as they see others."""
 
 
 @functools.cache
@@ -132,7 +135,7 @@ def arguments_of(function: str) -> dict[str, Any]:
     return dict(_arguments_of(function))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*(f for f in FAULTS if f not in ALIKE), *more(*ALIKE)])
 @pytest.mark.parametrize(
     ("function", "name"),
     [
