@@ -145,6 +145,13 @@ def written(tensor: torch.Tensor) -> bool:
     return False
 
 
+def return_memory() -> None:
+    """Return the memory that the allocator keeps to Linux: hundreds of MB after an emulation."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class _Pickler(pickle.Pickler):
     """Pickles a shared tensor as the path of its file, others as bytes: torch's own way lacks
     FP8."""
@@ -470,8 +477,7 @@ def evaluate_kernels(
 
 def _evaluate_pickled(data: bytes) -> dict[str, Any]:
     fields = evaluate_kernels(*_Unpickler(io.BytesIO(data)).load())
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # an emulation leaves hundreds of MB to the allocator
+    return_memory()
     return fields
 
 
@@ -594,6 +600,8 @@ def run_models(
             if kernels and kernels.emulation.awaits(work.trace) and fields["status"] == PASSED:
                 work.kernels[kernels.submit(case, config, s, output)] = s
             yield
+        del case, inputs, products
+        return_memory()
 
 
 def evaluations(
