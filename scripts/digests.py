@@ -179,16 +179,31 @@ def start_worker(directory: str) -> None:
     os.environ["MOE_FP8_CACHE_DIR"] = ""  # a function that is loaded from a cache has no text
 
 
+def function(unit: Unit) -> Any:
+    """Return the `compile_<name>` of a unit."""
+    module = {"swiglu_quant": "swiglu"}.get(unit.compile, unit.compile)
+    kernels = importlib.import_module(f"moe_fp8.kernels.{module}")
+    return getattr(kernels, f"compile_{unit.compile}")
+
+
 def digest(unit: Unit) -> str:
     """Compile a unit in a worker and return its digest."""
-    module = {"swiglu_quant": "swiglu"}.get(unit.compile, unit.compile)
-    kernels: Any = importlib.import_module(f"moe_fp8.kernels.{module}")
-    ptx = getattr(kernels, f"compile_{unit.compile}").make(*unit.arguments).__ptx__
+    ptx = function(unit).make(*unit.arguments).__ptx__
     dumped = [*Path(os.environ[DUMP]).iterdir()]
     (mlir,) = (path.read_text("utf-8") for path in dumped if path.name.endswith("_clean.mlir"))
     for path in dumped:
         path.unlink()
     return sources.digest(ptx, mlir)
+
+
+def compute(listed: list[Unit], workers: int) -> dict[str, str]:
+    """Return the digest of every unit by its name, compiled in processes of their own."""
+    by_name = {unit.name: unit for unit in listed}
+    with (
+        tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
+        process_pool(workers, "spawn", start_worker, directory) as pool,
+    ):
+        return dict(sorted(zip(by_name, pool.map(digest, by_name.values()), strict=True)))
 
 
 def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
@@ -220,12 +235,7 @@ def main() -> int:
     stored = {} if args.write else sources.read_digests(RESULTS_DIR / sources.DIGESTS)
     if stored and stored["versions"] != sources.compiler_versions():
         raise UsageError(f"stored with {stored['versions']}, here is {sources.compiler_versions()}")
-    by_name = {unit.name: unit for unit in listed}
-    with (
-        tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
-        process_pool(os.cpu_count() or 1, "spawn", start_worker, directory) as pool,
-    ):
-        computed = dict(sorted(zip(by_name, pool.map(digest, by_name.values()), strict=True)))
+    computed = compute(listed, os.cpu_count() or 1)
     if args.write:
         sources.write_digests(args.write / sources.DIGESTS, describe(listed, computed))
         return EXIT_OK

@@ -9,6 +9,7 @@ from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
+from scripts.measuring import gemm
 from scripts.measuring.accuracy import calc_diff, matched_ratio
 from scripts.measuring.gemm import Checker, Operands, Problem, Variant, Weights
 
@@ -348,12 +349,12 @@ def test_a_broken_package_is_not_called_missing(monkeypatch, tmp_path):
         requirement.require("broken_package", "broken-package")
 
 
-@pytest.mark.parametrize("gemm", ["gemm1", "gemm2"])
+@pytest.mark.parametrize("shape", ["gemm1", "gemm2"])
 @pytest.mark.parametrize(
     "tile", [TileConfig(16, 64, swap_ab=True), TileConfig(32, 128, group_m=4, programs=1)], ids=str
 )
-def test_measure_times_a_call_that_computes_its_problem(gemm, tile, monkeypatch):
-    shapes = {"gemm1": (256, 384) if gemm == "gemm1" else (0, 0)}
+def test_measure_times_a_call_that_computes_its_problem(shape, tile, monkeypatch):
+    shapes = {"gemm1": (256, 384) if shape == "gemm1" else (0, 0)}
     monkeypatch.setattr(gemm, "LAYER_SHAPES", shapes)
     problem = Problem((3, 0, 17, 0, 1, 32), 256, 384, tokens=40)
     operands = Operands(problem, Weights(problem.experts, 256, 384, DEVICE, seed=0))

@@ -139,7 +139,7 @@ def units() -> list[digests.Unit]:
 
 @pytest.mark.xdist_group("machine code")
 def test_units_are_those_that_ship(units) -> None:
-    assert len({unit.name for unit in units}) == 46
+    assert len({unit.name for unit in units}) == 48
     names = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
     assert {unit.solution for unit in units} == {f"cutedsl_moe_fp8_{name}" for name in names}
     of_hopper = {unit.name for unit in units if unit.solution == V1 and "sm_90a" in unit.name}
@@ -152,7 +152,7 @@ def test_units_are_those_that_ship(units) -> None:
 
 @pytest.mark.xdist_group("machine code")
 def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_path) -> None:
-    """The 46 functions of the main definition; `run.py digests --all` compares every one. Digests
+    """The 48 functions of the main definition; `run.py digests --all` compares every one. Digests
     are kept on disk by the key of the kernel cache."""
     cache = cache_dir() or tmp_path / "kernels"
     directory = cache.with_name(f"{cache.name}-of-tests") / "digests"
@@ -163,11 +163,11 @@ def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_pat
     own = Path(code.__file__).read_bytes() + Path(digests.__file__).read_bytes()
     paths = {}
     for unit in units:
-        made_of = digests.function(unit.compile).make(*unit.arguments)
+        made_of = digests.function(unit).make(*unit.arguments)
         key = hashlib.sha256(repr(sorted(made_of.items())).encode() + own).hexdigest()
         paths[unit.name] = directory / key
     missing = [unit for unit in units if not paths[unit.name].exists()]
-    for name, digest in digests.digests(missing, os.cpu_count() or 1).items() if missing else ():
+    for name, digest in digests.compute(missing, os.cpu_count() or 1).items() if missing else ():
         paths[name].write_text(digest)
     stored = code.read_digests(RESULTS_DIR / code.DIGESTS)
     assert stored["versions"] == code.compiler_versions()
@@ -178,12 +178,12 @@ def test_the_stored_digests_are_those_of_the_sources(units, monkeypatch, tmp_pat
 @pytest.mark.parametrize("changed", [[], ["b"]])
 def test_the_program_names_what_has_other_machine_code(changed, monkeypatch, tmp_path) -> None:
     stored = {"versions": code.compiler_versions(), "digests": {"a": "1-1", "b": "2-2"}}
-    monkeypatch.setattr("scripts.common.program.RESULTS_DIR", tmp_path)
+    monkeypatch.setattr("scripts.digests.RESULTS_DIR", tmp_path)
     code.read_digests.cache_clear()
     code.write_digests(tmp_path / code.DIGESTS, stored)
     monkeypatch.setattr(digests, "units", lambda every: [])
     now = stored["digests"] | dict.fromkeys(changed, "3-3")
-    monkeypatch.setattr(digests, "digests", lambda units, workers: now)
+    monkeypatch.setattr(digests, "compute", lambda units, workers: now)
     done = call("digests")
     lines = ["b: 3-3, stored: 2-2"] * len(changed)
     lines.append(f"2 kernels, {len(changed)} with other machine code than stored")

@@ -290,7 +290,7 @@ LASTING = """
 import os, signal, sys, time
 from pathlib import Path
 import small
-from scripts.common import command_line
+from scripts.common import program
 from scripts.measuring import emulate
 
 def evaluate(case, config, solution, call):
@@ -305,9 +305,9 @@ def main():
 
 assert "cutlass" not in sys.modules
 emulate.emulate, emulate.evaluate = lambda target: None, evaluate
-for each in command_line.ENDING:
-    signal.signal(each, command_line.interrupt)
-command_line.run_main(main)
+for each in program.ENDING:
+    signal.signal(each, program.interrupt)
+program.run_main(main)
 """
 
 

@@ -331,7 +331,7 @@ def test_a_run_without_outputs_or_traces_has_nothing_to_measure(program, tmp_pat
     write(path, [made])
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert rows.read(tmp_path).rows == []
-    with pytest.raises(UsageError, match="has no rows.jsonl"):
+    with pytest.raises(UsageError, match="has no traces.jsonl"):
         program("--run", str(tmp_path / "absent"))
 
 
@@ -720,7 +720,7 @@ def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys)
     assert bound["7"] == "memory"
     absent = tmp_path / "absent"
     monkeypatch.setattr(sys, "argv", ["measure.py", "roofline", "--run", str(absent)])
-    with pytest.raises(UsageError, match="absent has no rows.jsonl"):
+    with pytest.raises(UsageError, match="absent has no traces.jsonl"):
         measure.main()
     assert not absent.exists()
 
