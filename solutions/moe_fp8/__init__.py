@@ -18,6 +18,7 @@ PUBLIC = {
     "fused_moe": "api",
     "expert_parallel_moe": "serving.expert_parallel",
     "deep_ep_buffer": "serving.expert_parallel",
+    "from_mxfp4": "serving.mxfp4",
     "pad_shard": "serving.shards",
     "prepare": "serving.prepare",
     "quantise_blocks": "reference",

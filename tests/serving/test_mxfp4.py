@@ -1,0 +1,128 @@
+"""MXFP4 weights as FP8: exact values, the span of exponents that is exact, and what is refused."""
+
+import pytest
+import torch
+from moe_fp8 import experts, from_mxfp4
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def drawn(*shape: int, span: int = 14, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw packed values and e8m0 scales of `[..., N, K]` weights whose exponents span `span`."""
+    generator = torch.Generator().manual_seed(seed)
+    *rest, k = shape
+    packed = torch.randint(256, (*rest, k // 2), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(110, 111 + span, (*rest, k // 32), generator=generator)
+    return packed, exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def decoded(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values of MXFP4 in float64, by a table."""
+    table = torch.tensor(E2M1, dtype=torch.float64)
+    values = torch.stack((table[(packed % 16).long()], table[(packed // 16).long()]), -1).flatten(
+        -2
+    )
+    power = 2.0 ** (scales.view(torch.uint8).double() - 127)
+    return values * power.repeat_interleave(32, -1)
+
+
+def dequantised(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    wide = scales.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return weights.double() * wide
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (3, 256, 384), (2, 1, 128, 256)])
+@pytest.mark.parametrize("span", [0, 14])
+def test_values_stay_exact(shape, span):
+    packed, scales = drawn(*shape, span=span)
+    weights, block_scales = from_mxfp4(packed, scales)
+    assert (weights.dtype, block_scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert torch.equal(dequantised(weights, block_scales), decoded(packed, scales))
+    again = from_mxfp4(packed.view(torch.int8), scales.view(torch.uint8))
+    assert torch.equal(again[0].float(), weights.float()) and torch.equal(again[1], block_scales)
+
+
+def spanning(low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two blocks of ones times 2^0, in the second of which two groups have 0.5 * 2^low and
+    6 * 2^high."""
+    packed = torch.full((128, 128), 0x22, dtype=torch.uint8)
+    scales = torch.full((128, 8), 127, dtype=torch.uint8)
+    packed[5, 64:80], scales[5, 4] = 0x11, 127 + low
+    packed[77, 80:96], scales[77, 5] = 0x77, 127 + high
+    return packed, scales
+
+
+def test_a_span_of_15_is_refused_or_rounded():
+    weights, block_scales = from_mxfp4(*spanning(-7, 7))
+    assert torch.equal(dequantised(weights, block_scales), decoded(*spanning(-7, 7)))
+    packed, scales = spanning(-8, 7)
+    message = r"^packed: 1 blocks .* span more than 14.*block \(0, 1\).*lossy=True"
+    with pytest.raises(ValueError, match=message):
+        from_mxfp4(packed, scales)
+    with pytest.raises(ValueError, match=r"block \(2, 0, 1\)"):
+        from_mxfp4(
+            *(torch.stack((x, x, y)) for x, y in zip(spanning(0, 0), (packed, scales), strict=True))
+        )
+    with pytest.warns(UserWarning, match="1 blocks"):
+        weights, block_scales = from_mxfp4(packed, scales, lossy=True)
+    error = (dequantised(weights, block_scales) - decoded(packed, scales)).abs()
+    assert error.count_nonzero() == 32 and error.max() == 0.5 * 2.0**-8, "halves become zero"
+
+
+@pytest.mark.parametrize(("low", "high"), [(-127, -113), (-127, -126), (113, 127)])
+def test_the_ends_of_the_exponents(low, high):
+    packed, scales = spanning(low, high)
+    scales[:] = 127 + high
+    scales[5, 4] = 127 + low
+    weights, block_scales = from_mxfp4(packed, scales)
+    assert torch.equal(dequantised(weights, block_scales), decoded(packed, scales))
+
+
+def test_zeros_have_any_exponent():
+    packed, scales = spanning(0, 0)
+    packed[3, 16:32], scales[3, 1] = 0x80, 254
+    packed[:, 64:], scales[:, 4:] = 0, 0
+    weights, block_scales = from_mxfp4(packed, scales)
+    assert torch.equal(dequantised(weights, block_scales), decoded(packed, scales))
+    assert bool(torch.isfinite(block_scales).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p, s: (p[:100], s[:100]), "^packed: expected uint8"),
+        (lambda p, s: (p.float(), s), "^packed: expected uint8"),
+        (lambda p, s: (p.tolist(), s), "^packed: expected uint8"),
+        (lambda p, s: (p, s[:, :3]), r"^scales: expected float8_e8m0fnu \[128, 8\] on cpu"),
+        (lambda p, s: (p, s.float()), "^scales: expected float8_e8m0fnu"),
+        (lambda p, s: (p, s.clone().fill_(255)), "^scales: expected powers of two, got NaN"),
+        (lambda p, s: (p, s.to("meta")), "^scales: expected float8_e8m0fnu"),
+    ],
+)
+def test_arguments_that_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_mxfp4(*change(*spanning(0, 0)))
+
+
+def test_experts_take_them():
+    """A layer on re-encoded weights is the layer on FP8 weights of the same values."""
+    tokens, local, hidden, width = 5, 4, 256, 128
+    w13, w2 = drawn(local, 2 * width, hidden, span=3), drawn(local, hidden, width, span=3, seed=1)
+    ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % local
+    weights = torch.full((tokens, 2), 0.5)
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
+    (first, first_scale), (second, second_scale) = from_mxfp4(*w13), from_mxfp4(*w2)
+    out = experts(ids, weights, x, first, first_scale, second, second_scale).double()
+
+    def dense(token: int) -> torch.Tensor:
+        total = torch.zeros(hidden, dtype=torch.float64)
+        for expert in ids[token].tolist():
+            up_gate = decoded(*(each[expert] for each in w13)) @ x[token].double()
+            gate, up = up_gate.chunk(2)
+            middle = torch.nn.functional.silu(gate) * up
+            total += 0.5 * (decoded(*(each[expert] for each in w2)) @ middle)
+        return total
+
+    expected = torch.stack([dense(token) for token in range(tokens)])
+    cosine = torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), dim=0)
+    assert cosine > 0.998, "only activations are rounded"
