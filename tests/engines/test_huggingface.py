@@ -1,0 +1,146 @@
+"""Transformers' FP8 experts by the fused layer: values, sentinels, whole models, and refusals."""
+
+import pytest
+import torch
+from installed import engine
+from reference import Weights, layer
+
+from scripts.common.metrics import calc_diff
+
+fp8 = engine("transformers.integrations.finegrained_fp8")
+from moe_fp8.serving import huggingface  # noqa: E402
+from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+
+E, H, WIDTH, K, T = 8, 256, 128, 3, 7
+BLOCKS = FineGrainedFP8Config(weight_block_size=(128, 128))
+
+
+def config(**options) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        vocab_size=512, hidden_size=H, intermediate_size=256, moe_intermediate_size=WIDTH,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts=E, num_experts_per_tok=K, norm_topk_prob=True, pad_token_id=0, **options,
+    )  # fmt: skip
+
+
+def with_fp8_experts(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace a model's experts as loading a block-quantised checkpoint does, and quantise them."""
+    from moe_fp8 import quantise_blocks
+
+    others = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    old = {name: m for name, m in model.named_modules() if name.endswith(".experts")}
+    fp8.replace_with_fp8_linear(model, others, BLOCKS)
+    for name, experts in old.items():
+        new = model.get_submodule(name)
+        for part in ("gate_up_proj", "down_proj"):
+            values, scales = quantise_blocks(getattr(experts, part).detach().float())
+            setattr(new, part, torch.nn.Parameter(values, requires_grad=False))
+            setattr(new, f"{part}_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
+    return model
+
+
+def module(implementation: str = "moe_fp8", **options) -> tuple[torch.nn.Module, Weights]:
+    """Return an `FP8Experts` module as a model has it, and its weights."""
+    made = config(experts_implementation=implementation)
+    for name, value in options.items():
+        setattr(made, name, value)
+    model = torch.nn.Module()
+    model.config, model.experts = made, torch.nn.Module()
+    holder = torch.nn.Module()
+    holder.layer = model
+    holder.config = made
+    fp8.replace_with_fp8_linear(holder, None, BLOCKS)
+    experts, weights = holder.layer.experts, Weights(E, H, WIDTH)
+    for name, value in (
+        ("gate_up_proj", weights.w13), ("gate_up_proj_scale_inv", weights.w13_scale),
+        ("down_proj", weights.w2), ("down_proj_scale_inv", weights.w2_scale),
+    ):  # fmt: skip
+        setattr(experts, name, torch.nn.Parameter(value, requires_grad=False))
+    experts.config._experts_implementation = implementation
+    return experts, weights
+
+
+def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, H, generator=generator).bfloat16()
+    ids = torch.rand(T, E, generator=generator).topk(K).indices
+    return x, ids, torch.rand(T, K, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("implementation", huggingface.NAMES)
+def test_experts_with_ids_of_other_ranks(implementation):
+    """Transformers numbers the experts of other ranks `num_experts`, after the last local one."""
+    experts, weights = module(implementation)
+    x, ids, scores = call()
+    ids[2, 1] = ids[5] = E
+    out = experts(x, ids, scores)
+    expected = layer(x, ids.masked_fill(ids == E, -1), scores.float(), weights)
+    limit = 1e-5 if "accurate" in implementation else 2e-3
+    assert out.dtype is torch.bfloat16 and calc_diff(out.double(), expected) < limit
+    assert not out[5].any()
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(None, 0.0), (1.7, 1.0)])
+def test_the_clamped_activations(alpha, beta):
+    experts, weights = module(swiglu_limit=0.5, swiglu_alpha=alpha)
+    x, ids, scores = call()
+
+    def activation(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+        return gate * torch.sigmoid((alpha or 1.0) * gate) * (up + beta)
+
+    expected = layer(x, ids, scores.float(), weights, activation)
+    assert calc_diff(experts(x, ids, scores).double(), expected) < 2e-3
+    gate_up = torch.randn(3, 2 * WIDTH)
+    theirs = experts._apply_gate(gate_up)
+    assert torch.allclose(theirs, activation(*gate_up.chunk(2, -1)), atol=1e-6)
+
+
+def test_a_model_answers_as_in_bfloat16():
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config()).bfloat16().eval()
+    prompt = torch.randint(1, 512, (2, 33))
+    with torch.no_grad():
+        expected = model(prompt).logits.float()
+        model = with_fp8_experts(model)
+        model.set_experts_implementation("moe_fp8")
+        calls = []
+        huggingface.ALL_FP8_EXPERTS_FUNCTIONS.register(
+            "moe_fp8_counted", lambda *a: calls.append(1) or huggingface.experts_forward(*a)
+        )
+        logits = model(prompt).logits.float()
+        model.set_experts_implementation("moe_fp8_counted")
+        assert torch.equal(model(prompt).logits.float(), logits) and len(calls) == 2
+        tokens = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (2, 37) and len(calls) == 2 + 2 * 4
+    assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"has_gate": False}, "experts without a gate"),
+        ({"block_size": (1, 128)}, r"blocks \(1, 128\): expected \(128, 128\)"),
+        ({"block_size": None}, "blocks None"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({"act_fn": torch.nn.GELU()}, "activation GELU: expected SiLU"),
+        ({"gate_up_proj": torch.zeros(E, 4, 4, dtype=torch.int8)}, "int8; moe_fp8.from_mxfp4"),
+    ],
+)
+def test_what_is_refused(change, message):
+    experts, _ = module()
+    for name, value in change.items():
+        if isinstance(value, torch.Tensor):
+            value = torch.nn.Parameter(value, requires_grad=False)
+        setattr(experts, name, value)
+    with pytest.raises(NotImplementedError, match=f"^moe_fp8: .*{message}"):
+        experts(*call())
+
+
+def test_other_types_and_derivatives_are_refused():
+    experts, _ = module()
+    x, ids, scores = call()
+    with pytest.raises(NotImplementedError, match="hidden_states of torch.float32"):
+        experts(x.float(), ids, scores)
+    with pytest.raises(NotImplementedError, match="no derivatives"):
+        experts(x.clone().requires_grad_(), ids, scores)
