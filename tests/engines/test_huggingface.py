@@ -5,7 +5,7 @@ import torch
 from installed import engine
 from reference import Weights, layer
 
-from scripts.common.metrics import calc_diff
+from scripts.measuring.accuracy import calc_diff
 
 fp8 = engine("transformers.integrations.finegrained_fp8")
 from moe_fp8.serving import huggingface  # noqa: E402
