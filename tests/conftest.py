@@ -106,6 +106,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global cannot_run
     backend = config.getoption("backend")
+    if backend == "gpu" and not config.option.collectonly and why_no_gpu():
+        pytest.exit(why_no_gpu(), returncode=pytest.ExitCode.NO_TESTS_COLLECTED)
     if backend == "emulator":
         from ptxemu import testing
 
@@ -156,10 +158,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     backend, unchanged = config.getoption("backend"), not emulator_changed()
     items[:] = [item for item in items if runs_on(item, backend)]
-    why_not = why_no_gpu() if backend == "gpu" and items else cannot_run
     for item in items:
-        if TESTS in item.path.parents and why_not:
-            item.add_marker(pytest.mark.skip(reason=why_not))
+        if TESTS in item.path.parents and cannot_run:
+            item.add_marker(pytest.mark.skip(reason=cannot_run))
         if backend == "emulator" and TESTS in item.path.parents:
             arrange_emulated(item)
         large = item.get_closest_marker("large_memory")

@@ -259,7 +259,8 @@ def test_a_failed_phase_fails_the_test_command(
 
 
 @pytest.mark.parametrize(
-    ("statuses", "failed"), [((0, 5, 0), 0), ((5, 5, 5), 0), ((1, 0, 0), 1), ((0, 0, 2), 1)]
+    ("statuses", "failed"),
+    [((0, 5, 0, 0), 0), ((5, 5, 5, 5), 0), ((1, 0, 0, 0), 1), ((0, 0, 0, 2), 1)],
 )
 def test_the_engines_have_a_process_each(
     statuses: tuple[int, ...], failed: int, status_of: mock.Mock
@@ -268,7 +269,8 @@ def test_the_engines_have_a_process_each(
     status_of.side_effect = statuses
     assert run.main(["test", "--engines"]) == failed
     files = [Path(command[-1]).name for (command,), _ in status_of.call_args_list]
-    assert files == ["test_receivers.py", "test_sglang.py", "test_vllm.py"]
+    names = "huggingface", "receivers", "sglang", "vllm"
+    assert files == [f"test_{name}.py" for name in names]
 
 
 @pytest.mark.parametrize(("where", "expected"), [("tests", ROOT / "tests"), ("/", ROOT)])
@@ -381,7 +383,8 @@ def test_every_package_that_is_imported_is_required() -> None:
     }
     package = ROOT / "solutions" / "moe_fp8"
     layer = {*package.rglob("*.py")} - {*(package / "baselines").rglob("*.py")}
-    layer.remove(package / "serving" / "vllm_experts.py")
+    for engine in ("huggingface", "vllm_experts"):
+        layer.remove(package / "serving" / f"{engine}.py")
     for sources, extras in ((layer, ""), ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev")):
         found = {name.split(".")[0] for path in sources for name in imported(path, in_all=False)}
         found -= {"scripts", "moe_fp8"} | sys.stdlib_module_names
