@@ -1,5 +1,6 @@
 """SGLang's runner with our core, and its FP8 method after our hooks."""
 
+import contextlib
 import logging
 import re
 from types import SimpleNamespace
@@ -441,3 +442,32 @@ def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
     """Without a GPU only SGLang's rules about shapes apply."""
     x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K)
     assert output.shape == x.shape
+
+
+def test_a_scheduler_takes_the_remote_calls_that_time_graphs(monkeypatch, tmp_path) -> None:
+    """`run.py serve` adds two methods to it, and reads the times from a file of the process."""
+    from sglang.srt.managers import scheduler
+    from sglang.srt.managers.io_struct import RpcReqInput
+
+    from scripts.serving import worker
+
+    monkeypatch.setattr(worker, "watch", lambda: None)
+    monkeypatch.delenv(worker.RANDOM, raising=False)
+    monkeypatch.setenv(worker.DIRECTORY, str(tmp_path))
+    for name in ("time_graphs", "report_graph_times"):
+        monkeypatch.setattr(scheduler.Scheduler, name, None, raising=False)
+    worker.register_sglang()
+    monkeypatch.setattr(scheduler, "barrier", lambda group: None)
+
+    @contextlib.contextmanager
+    def timed(steps: int):
+        yield lambda: [2.5] * steps
+
+    monkeypatch.setattr(worker, "timed", timed)
+    one = object.__new__(scheduler.Scheduler)
+    one.tp_group = SimpleNamespace(cpu_group=None)
+    for method, parameters in (("time_graphs", {"steps": 3}), ("report_graph_times", {})):
+        answer = one.handle_rpc_request(RpcReqInput(method=method, parameters=parameters))
+        assert answer.success, answer.message
+    (file,) = tmp_path.glob("graphs-*.txt")
+    assert file.read_text().split() == ["2.5"] * 3
