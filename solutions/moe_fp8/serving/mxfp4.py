@@ -8,6 +8,7 @@ So a block of 128 x 128 is exact while its groups' exponents span at most 14.
 
 import itertools
 import warnings
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +36,8 @@ def from_mxfp4(
         packed: `[..., N, K/2]` uint8 or int8, two e2m1 values a byte, the first in the low bits. N
             and K are multiples of 128.
         scales: `[..., N, K/32]` float8_e8m0fnu, or uint8 with the same bits.
-        lossy: round the values of blocks that span too many exponents, and warn.
+        lossy: round the values of blocks that span too many exponents, and warn of the largest
+            error.
 
     Returns:
         `[..., N, K]` float8_e4m3fn and `[..., N/128, K/128]` float32, powers of two.
@@ -50,10 +52,13 @@ def from_mxfp4(
     exponents = scales.view(torch.uint8)
     weights = packed.new_empty((*leading, n, k), dtype=torch.float8_e4m3fn)
     block_scales = packed.new_empty((*leading, n // BLOCK, k // BLOCK), dtype=torch.float32)
-    rounded = []
+    rounded: list[tuple[int, ...]] = []
+    largest = 0.0
     for place in itertools.product(*map(range, leading)):  # a matrix at once, to save memory
-        weights[place], block_scales[place], wrong = _encode(packed[place], exponents[place])
-        rounded += [(*place, *block) for block in wrong]
+        matrix = _encode(packed[place], exponents[place])
+        weights[place], block_scales[place] = matrix.weights, matrix.block_scales
+        rounded += [(*place, *block) for block in matrix.rounded]
+        largest = max(largest, matrix.error)
     if rounded:
         text = (
             f"{len(rounded)} blocks of 128 x 128 have groups whose exponents span more than "
@@ -62,8 +67,16 @@ def from_mxfp4(
         )
         if not lossy:
             raise ValueError(f"packed: {text}; lossy=True rounds them")
-        warnings.warn(f"from_mxfp4: {text}", stacklevel=2)
+        error = f"the largest error is {largest:.1e} of a block's largest value"
+        warnings.warn(f"from_mxfp4: {text}; {error}", stacklevel=2)
     return weights, block_scales
+
+
+class _Matrix(NamedTuple):
+    weights: torch.Tensor  # (N, K) float8_e4m3fn
+    block_scales: torch.Tensor  # (N/128, K/128) float32
+    rounded: list[tuple[int, ...]]  # the blocks with rounded values
+    error: float  # the largest, over the largest value of its block
 
 
 def _check(packed: torch.Tensor, scales: torch.Tensor) -> None:
@@ -93,10 +106,8 @@ def _check(packed: torch.Tensor, scales: torch.Tensor) -> None:
         raise ValueError("scales: expected powers of two, got NaN")
 
 
-def _encode(
-    packed: torch.Tensor, exponents: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, ...]]]:
-    """Return the FP8 values of one matrix, its scales, and the blocks with rounded values."""
+def _encode(packed: torch.Tensor, exponents: torch.Tensor) -> _Matrix:
+    """Re-encode one matrix, `[N, K/2]` and `[N, K/32]` uint8."""
     codes = torch.stack((packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4), dim=-1)
     codes = codes.flatten(-2)  # (N, K)
     n, k = codes.shape
@@ -117,4 +128,9 @@ def _encode(
     exact = (quantised.float() == values) & ((values == 0) == (magnitude == 0))
     wrong = ~exact.view(blocks).flatten(3).all(-1).all(1)
     scale = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - HIGHEST)
-    return quantised, scale, [tuple(block) for block in wrong.nonzero().tolist()]
+    rounded, error = [tuple(block) for block in wrong.nonzero().tolist()], 0.0
+    if rounded:
+        of_block = (n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+        errors = (quantised.float() - values).abs().view(of_block).amax((1, 3))
+        error = float((errors / values.abs().view(of_block).amax((1, 3)))[wrong].max())
+    return _Matrix(quantised, scale, rounded, error)
