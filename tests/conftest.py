@@ -63,7 +63,7 @@ cannot_run = ""
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """What runs the layer, and on which device."""
+    """The runner of the layer, and its device."""
 
     name: str
     device: str

@@ -233,7 +233,7 @@ SIGNATURES = {  # where in a package, function: parameters by position, paramete
         "x_dtype weight_dtype output_dtype ep_size use_deepseek_fp8_block_scale device".split(),
     ),
 }
-"""What the baselines pass to the functions of a package."""
+"""The arguments that the baselines pass to the functions of a package."""
 
 
 def installed(path: str) -> Path:

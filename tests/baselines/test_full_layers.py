@@ -9,6 +9,7 @@ import torch
 from deepseek import (
     LAYER_COSINE,
     LAYER_DIFF,
+    LIBRARIES,
     Worst,
     check_replays,
     model_of,
@@ -21,7 +22,6 @@ from moe_fp8.baselines import (
     deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
-    hpc_ops_moe,
     sglang_moe,
     triton_fused_moe_v2,
     triton_moe,
@@ -35,15 +35,6 @@ from scripts.measuring.clock import Timed, captured, on_own_stream, traced
 pytestmark = backends("gpu")
 weights, make_inputs, worst = deepseek.weights, deepseek.make_inputs, deepseek.worst
 
-LIBRARIES = {
-    sglang_moe: "sgl_kernel",
-    deepgemm_moe: "deep_gemm",
-    deepgemm_mega_moe: "deep_gemm",
-    flashinfer_cutlass_moe: "flashinfer",
-    hpc_ops_moe: "hpc",
-    triton_moe: "triton",
-    triton_fused_moe_v2: "sgl_kernel",
-}
 LOOSE = {
     sglang_moe: 1e-3,  # activation and weights rounded to bfloat16
     deepgemm_mega_moe: 1e-3,

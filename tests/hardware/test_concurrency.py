@@ -7,29 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from deepseek import MODULES, new_output, output_of, part_of, v1, v2, v3, v4
+from deepseek import LIBRARIES, MODULES, graph_of, new_output, output_of, part_of, v1, v2, v3, v4
 from markers import backends
-from moe_fp8.baselines import (
-    deepgemm_mega_moe,
-    deepgemm_moe,
-    flashinfer_cutlass_moe,
-    hpc_ops_moe,
-    sglang_moe,
-    triton_fused_moe_v2,
-    triton_moe,
-)
 from moe_fp8.kernels.combine import compile_combine
 
 pytestmark = backends("gpu")
-LIBRARIES = {
-    triton_moe: "triton",
-    triton_fused_moe_v2: "sgl_kernel",
-    sglang_moe: "sgl_kernel",
-    deepgemm_moe: "deep_gemm",
-    deepgemm_mega_moe: "deep_gemm",
-    flashinfer_cutlass_moe: "flashinfer",
-    hpc_ops_moe: "hpc",
-}
 WAITING = {v1, v2, v3}
 """Their host waits for the routing, so their calls cannot be captured."""
 
@@ -42,18 +24,6 @@ def module(request):
     return request.param
 
 
-def captured(module, inputs, output) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        module.run(*inputs, output)  # warm up outside the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        module.run(*inputs, output)
-    return graph
-
-
 def test_a_graph_outlives_a_call_of_another_size(module, make_inputs):
     """The graph must not write to memory that the later call has freed."""
     if module in WAITING:
@@ -61,7 +31,7 @@ def test_a_graph_outlives_a_call_of_another_size(module, make_inputs):
     inputs, other = make_inputs(80), make_inputs(81, seed=2)
     wanted = output_of(module, inputs)
     output = new_output(inputs)
-    graph = captured(module, inputs, output)
+    graph = graph_of(module, inputs, output)
     output_of(module, other)
     # Whatever is free now is taken and filled.
     blocks = [torch.full((2**28,), 1e30, device="cuda") for _ in range(4)]
@@ -132,7 +102,7 @@ def test_a_first_call_within_a_capture_is_refused(make_inputs, monkeypatch):
         v4.run(*inputs, output)
     torch.cuda.synchronize()
     assert torch.equal(output_of(v4, inputs), wanted)
-    graph = captured(v4, inputs, output)
+    graph = graph_of(v4, inputs, output)
     output.fill_(torch.nan)
     graph.replay()
     assert torch.equal(output, wanted)

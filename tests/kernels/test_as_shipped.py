@@ -1,5 +1,5 @@
-"""What ships: DeepSeek-V3's geometry with the configs and the CTAs of a whole GPU in the emulator;
-every config on a GPU, a few of them in the emulator."""
+"""The shipped configs: DeepSeek-V3's geometry and the CTAs of a whole GPU in the emulator; every
+config on a GPU, a few of them in the emulator."""
 
 import itertools
 import os

@@ -140,7 +140,7 @@ def test_tiles_of_even_rows_are_counted(experts, rows, n, expected):
 
 
 def test_weights_of_a_short_gemm_leave_l2_first():
-    """Of 8 experts with 64 rows, N=2048: 16e9 products at K = 15258."""
+    """8 experts with 64 rows and N=2048 have 16e9 products at K = 15258."""
     for k, first in ((119 * 128, True), (120 * 128, False)):
         assert choose(64, 2048, k, even=True, experts=8).evict_first == first
     assert not choose(64, 2048, 2048, experts=8).evict_first

@@ -5,7 +5,7 @@ import sys
 import fake_libraries
 import pytest
 import torch
-from moe_fp8.call import BLOCK, MoeShape
+from moe_fp8.call import BLOCK
 from programs import RATES
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
@@ -26,8 +26,7 @@ def small(monkeypatch) -> None:
     """Widths of 256 and 512, DeepGEMM and a clock of our own; neither engine."""
     for name, size in (("HIDDEN", 256), ("WIDTH", 512), ("PLACES", 128)):
         monkeypatch.setattr(batched, name, size)
-    shape = MoeShape(2, 2, 256, 512, 1, 1, 1, "given")
-    monkeypatch.setitem(sys.modules, "deep_gemm", fake_libraries.deep_gemm(shape))
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake_libraries.deep_gemm())
     for engine in ("vllm", "sglang"):
         monkeypatch.setitem(sys.modules, engine, None)
 

@@ -61,7 +61,7 @@ def test_work_of_a_problem() -> None:
 @pytest.fixture
 def peers(monkeypatch):
     """Stand-ins of the peers, with the rows that DeepGEMM was told to expect."""
-    deep_gemm, expected = fake_libraries.deep_gemm(DEEPSEEK_V3), []
+    deep_gemm, expected = fake_libraries.deep_gemm(), []
     masked = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
 
     def noting(a, b, d, masked_m, expected_m, recipe):
@@ -70,7 +70,7 @@ def peers(monkeypatch):
 
     deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked = noting
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel(DEEPSEEK_V3))
+    monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel())
     found = gemm.deepgemm_variants() + gemm.sgl_variants()
     return SimpleNamespace(variants=found, expected=expected)
 

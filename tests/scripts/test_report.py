@@ -248,7 +248,7 @@ def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
 
 
 def test_a_call_whose_tokens_are_quantised_before_is_not_compared() -> None:
-    """Of a figure that comes twice the last counts."""
+    """The last counts of two figures for the same case."""
     times = (
         ("experts fp8", False, 1.0),
         ("experts bf16", False, 9.0),

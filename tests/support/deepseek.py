@@ -5,6 +5,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from moe_fp8.baselines import (
+    deepgemm_mega_moe,
+    deepgemm_moe,
+    flashinfer_cutlass_moe,
+    hpc_ops_moe,
+    sglang_moe,
+    triton_fused_moe_v2,
+    triton_moe,
+)
 from moe_fp8.call import DEEPSEEK_V3 as SHAPE
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
@@ -32,6 +41,16 @@ ROUTINGS = {
 TOKENS = [1, 2, 7, 61, 127, 128, 129, 257, 1009]
 UNFUSED = {"v1": v1, "v2": v2, "v3": v3, "flat": v4}
 MODULES = {**UNFUSED, "fused": v5, "hifi": v6}
+LIBRARIES = {
+    sglang_moe: "sgl_kernel",
+    deepgemm_moe: "deep_gemm",
+    deepgemm_mega_moe: "deep_gemm",
+    flashinfer_cutlass_moe: "flashinfer",
+    hpc_ops_moe: "hpc",
+    triton_moe: "triton",
+    triton_fused_moe_v2: "sgl_kernel",
+}
+"""The package that each peer needs."""
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 STAGE_COSINE, STAGE_DIFF = 0.99999, 1e-5
@@ -111,20 +130,26 @@ def model_of(inputs: MoeInputs, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor
         return output_of(v2, inputs)
 
 
+def graph_of(module, inputs: MoeInputs, output: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """Capture a call of a solution."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        module.run(*inputs, output)  # warm up outside the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        module.run(*inputs, output)
+    return graph
+
+
 def check_replays(module, cases: list[MoeInputs], wanted: list[torch.Tensor]) -> None:
     """The whole call, routing included, captured once with the first inputs and replayed for all,
     which have as many tokens."""
     changing = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
     static = cases[0]._replace(**{name: getattr(cases[0], name).clone() for name in changing})
     output = new_output(static)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        module.run(*static, output)  # warm up outside the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        module.run(*static, output)
+    graph = graph_of(module, static, output)
     for inputs, expected in zip(cases, wanted, strict=True):
         for name in changing:
             getattr(static, name).copy_(getattr(inputs, name))

@@ -12,7 +12,7 @@ def one_expert(a, a_scale, b, b_scale, out) -> None:
     reference.grouped_gemm(a, a_scale.t(), b.unsqueeze(0), b_scale.unsqueeze(0), out, alone)
 
 
-def sgl_kernel(*_: object) -> ModuleType:
+def sgl_kernel() -> ModuleType:
     def fp8_blockwise_scaled_grouped_mm(out, *rest):
         a, b, a_scale, b_scale, stride_a, stride_b, stride_out = rest[5:12]
         sizes, offsets = rest[14], rest[15]
@@ -26,7 +26,7 @@ def sgl_kernel(*_: object) -> ModuleType:
     return module("sgl_kernel", fp8_blockwise_scaled_grouped_mm)
 
 
-def deep_gemm(*_: object) -> ModuleType:
+def deep_gemm() -> ModuleType:
     def check_scale(scale) -> None:
         assert scale.dtype == torch.float32 and scale.stride(-2) == 1
         assert scale.stride(-1) % 4 == 0  # TMA

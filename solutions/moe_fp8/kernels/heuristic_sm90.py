@@ -91,9 +91,8 @@ def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -
     wave takes as long as one tile, however many tiles it has."""
     for smaller in SMALLER:
         m_tiles = math.ceil(rows / smaller.tile_m)
-        tiles = experts * m_tiles * math.ceil(n / smaller.tile_n)
         pairs = smaller.cluster_m == 1 or (even and m_tiles % smaller.cluster_m == 0)
-        if tiles <= MULTIPROCESSORS and pairs:
+        if _waves(smaller, rows, n, experts) <= 1 and pairs:
             config = smaller
     return config
 
@@ -102,16 +101,19 @@ def _of_even_rows(
     config: GemmConfigSm90, rows: int, n: int, k: int, experts: int
 ) -> GemmConfigSm90:
     """Return the config for experts with the same number of rows, whose tiles can be counted."""
-
-    def waves(c: GemmConfigSm90) -> float:
-        return experts * math.ceil(rows / c.tile_m) * math.ceil(n / c.tile_n) / MULTIPROCESSORS
-
     if config.tile_m == 128 and config.tile_n == 128 and math.ceil(rows / 128) % 2 == 0:
         config = replace(config, cluster_m=2)  # two row tiles share the weights
     if config.tile_m == 64 and config.tile_n == 128 and config.cluster_n == 2:
         halves = replace(config, tile_n=64)
-        if math.ceil(waves(halves)) < 2 * math.ceil(waves(config)):
+        halved, whole = (_waves(each, rows, n, experts) for each in (halves, config))
+        if math.ceil(halved) < 2 * math.ceil(whole):
             config = halves  # the last wave is fuller
-    if config.tile_m == 64 and config.cluster_m == 2 and waves(config) > 2:
+    if config.tile_m == 64 and config.cluster_m == 2 and _waves(config, rows, n, experts) > 2:
         config = replace(config, schedule=Schedule.WHOLE_WAVES)
     return replace(config, evict_first=experts * rows * n * k <= EVICT_FIRST_PRODUCTS)
+
+
+def _waves(config: GemmConfigSm90, rows: int, n: int, experts: int) -> float:
+    """Return the tiles of a GEMM for each multiprocessor."""
+    tiles = experts * math.ceil(rows / config.tile_m) * math.ceil(n / config.tile_n)
+    return tiles / MULTIPROCESSORS
