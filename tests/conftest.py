@@ -259,6 +259,8 @@ def arrangement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(architectures, "has_kernels", lambda device: True)
         monkeypatch.setattr(architectures, "of_device", lambda device: architectures.HOPPER)
         monkeypatch.setattr(architectures, "num_sms", lambda device: 4)
+    else:
+        torch.cuda.empty_cache()  # the processes of pytest-xdist share the GPU's memory
 
 
 @pytest.fixture(scope="session")

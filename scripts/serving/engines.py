@@ -23,8 +23,9 @@ PROMPT_ROOM = 256
 DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
 """The variable with the directory of the processes' reports, set by `serve` only."""
 RANDOM = "MOE_FP8_SERVE_RANDOM"
-CHECK_TOKENS = 2999
-"""Tokens of the prompt whose calls are checked, in one step: more than a CUDA graph has."""
+CHECK_TOKENS = 8999
+"""Tokens of the prompt whose calls are checked, in one step. No CUDA graph may hold the step:
+SGLang captures graphs of prompts up to 8192 tokens."""
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
 """The mixed load: requests, limited by the largest batch, and the tokens that a request reads and
@@ -248,6 +249,11 @@ class Sglang:
             max_prefill_tokens=setup.most_tokens,
             max_running_requests=max(setup.batches),
             mem_fraction_static=setup.share,
+            # Without a limit the cache takes what long prompts need for their activations.
+            max_total_tokens=max(
+                setup.most_tokens + PROMPT_ROOM,
+                max(setup.batches) * (MIXED_PROMPT + MIXED_TOKENS),
+            ),
             disable_radix_cache=True,
             cuda_graph_bs_decode=list(setup.batches),
             tp_size=setup.tensor_parallel,
