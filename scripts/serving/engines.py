@@ -23,9 +23,10 @@ PROMPT_ROOM = 256
 DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
 """The variable with the directory of the processes' reports, set by `serve` only."""
 RANDOM = "MOE_FP8_SERVE_RANDOM"
+GRAPH_TOKENS = 8192
+"""The longest prompt that SGLang captures, as with its own chunks on an H100."""
 CHECK_TOKENS = 8999
-"""Tokens of the prompt whose calls are checked, in one step. No CUDA graph may hold the step:
-SGLang captures graphs of prompts up to 8192 tokens."""
+"""Tokens of the prompt whose calls are checked, in one step: more than any CUDA graph has."""
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64
 """The mixed load: requests, limited by the largest batch, and the tokens that a request reads and
@@ -256,6 +257,7 @@ class Sglang:
             ),
             disable_radix_cache=True,
             cuda_graph_bs_decode=list(setup.batches),
+            cuda_graph_max_bs_prefill=min(GRAPH_TOKENS, setup.most_tokens),
             tp_size=setup.tensor_parallel,
             ep_size=setup.tensor_parallel if setup.expert_parallel else 1,
             log_level="info",

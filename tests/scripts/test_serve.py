@@ -235,7 +235,7 @@ VLLM = {
 SGLANG = {
     "disable_radix_cache": True, "context_length": 4096 + 256, "chunked_prefill_size": 4096,
     "max_prefill_tokens": 4096, "max_running_requests": 8, "mem_fraction_static": 0.45,
-    "max_total_tokens": 8 * (512 + 64),
+    "max_total_tokens": 8 * (512 + 64), "cuda_graph_max_bs_prefill": 4096,
     "tp_size": 2, "ep_size": 2, "cuda_graph_bs_decode": [1, 8], "load_format": "dummy",
     "json_model_override_args": '{"num_hidden_layers": 2}', "dtype": "bfloat16",
 }  # fmt: skip
