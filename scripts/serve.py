@@ -406,7 +406,7 @@ def main() -> int:
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
-    into = Writer(SERVED, hardware, METHOD, args.out)
+    into = Writer(SERVED[args.engine], hardware, METHOD, args.out)
     say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
     answers: Answers = {}
     try:

@@ -325,21 +325,34 @@ def models(recorded: Recorded) -> list[Part]:
     return [measured(recorded, "models", f"{table.title}."), replace(table, title="")]
 
 
-def served(recorded: Recorded, only_gains: bool = False) -> list[Part]:
+NOISY_MARK = f"noisy: a backend's repeats spread by more than {percent(NOISY)}."
+
+
+def served(recorded: Recorded, engine: str) -> list[Part]:
     """Return whole models in an engine."""
-    head, rows = recorded.rows.measurements[SERVED], recorded.rows.rows_of(SERVED)
-    engines = sorted({f"{row['engine']} {row['engine_version']}" for row in rows})
-    text = f"{', '.join(engines)}, random weights, {head['method']}."
-    text = measured(recorded, SERVED, text)
-    noisy = f"noisy: a backend's repeats spread by more than {percent(NOISY)}."
-    if only_gains:
-        return [f"{text} {noisy}", tables.gains_table(rows, short=True)]
+    rows = recorded.rows.rows_of(SERVED[engine])
     note = (
         "Gain: ours over the best of the engine's own; fastest: the same of each backend's fastest "
-        f"repeat, where it was recorded. Spread: the largest of the backends; {noisy}"
+        f"repeat, where it was recorded. Spread: the largest of the backends; {NOISY_MARK}"
     )
     timed = [replace(table, folded=True) for table in tables.timed_tables(rows)]
-    return [text, note, tables.gains_table(rows), *timed, tables.served_checks(rows)]
+    gains = tables.gains_table(rows)
+    return [served_text(recorded, engine), note, gains, *timed, tables.served_checks(rows)]
+
+
+def served_gains(recorded: Recorded) -> list[Part]:
+    """Return the gains in all engines, in one table."""
+    engines = [engine for engine in SERVED if SERVED[engine] in recorded.rows.measurements]
+    texts = [served_text(recorded, engine) for engine in engines]
+    rows = [row for engine in engines for row in recorded.rows.rows_of(SERVED[engine])]
+    return [*texts, NOISY_MARK.capitalize(), tables.gains_table(rows, short=True)]
+
+
+def served_text(recorded: Recorded, engine: str) -> str:
+    name = SERVED[engine]
+    head, rows = recorded.rows.measurements[name], recorded.rows.rows_of(name)
+    engines = sorted({f"{row['engine']} {row['engine_version']}" for row in rows})
+    return measured(recorded, name, f"{', '.join(engines)}, random weights, {head['method']}.")
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
@@ -358,8 +371,8 @@ BLOCKS: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
     "sweep": ("sweep", partial(sweep, name="sweep", every=1)),
     "sweep_engines": ("sweep_engines", partial(sweep, name="sweep_engines", every=2)),
     "models": ("models", models),
-    "served": (SERVED, served),
-    "served_gains": (SERVED, partial(served, only_gains=True)),
+    **{name: (name, partial(served, engine=engine)) for engine, name in SERVED.items()},
+    "served_gains": (SERVED["vllm"], served_gains),
 }
 """By name: the measurement that a block needs, and the function that makes it."""
 
@@ -405,7 +418,8 @@ MORE: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
     "As engines call it": ("sweep_engines", partial(sweep, name="sweep_engines")),
     "Grouped GEMM": ("", gemms),
     "Other models": ("models", models),
-    "Served models": (SERVED, served),
+    "Served in vLLM": (SERVED["vllm"], partial(served, engine="vllm")),
+    "Served in SGLang": (SERVED["sglang"], partial(served, engine="sglang")),
 }
 """Sections below the rankings: the measurement that each needs, and its function."""
 

@@ -620,8 +620,8 @@ def ratios_table(f: pd.DataFrame) -> Table:
 
 TIMED = ("decode", "graph", "prefill", "mixed")
 LARGER_IS_BETTER = ("tokens/s",)
-SERVED = "served"
-"""The measurement's name."""
+SERVED = {"vllm": "served", "sglang": "served_sglang"}
+"""The measurement's name, by engine."""
 OWN = ("ours", "accurate")
 NOISY = 0.15
 """Spread of a backend's repeats above which a gain is marked: the host's other load made it."""
@@ -638,8 +638,8 @@ CASE = ["model", "part", "size", "unit"]
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows with a `name`, the model's, and a `model` that includes the settings of the
-    server.
+    """Return the rows with a `name`, the model's and the engine's, and a `model` that includes the
+    settings of the server.
 
     vLLM prefers FlashInfer's kernel where experts are spread over ranks: a row says so if none of
     the backends is FlashInfer's.
@@ -654,7 +654,8 @@ def frame_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     is_flashinfer = f.subject.str.startswith("flashinfer").groupby(model).transform("any")
     preferred = (f.parallel == "expert") & (f.engine == "vllm") & ~is_flashinfer
     model += preferred.map({True: ", without FlashInfer", False: ""})
-    return f.assign(name=f.model, model=model)
+    model += (f.engine == "sglang").map({True: ", in SGLang", False: ""})
+    return f.assign(name=f.model + f.engine, model=model)
 
 
 def gains(timed: pd.DataFrame) -> "pd.Series[float]":

@@ -192,14 +192,17 @@ def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:
 
 def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
     case = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "part": "decode", "size": 1,
-            "unit": "ms a step", "spread": 0.01}  # fmt: skip
-    rows_of = [
-        case | {"subject": subject, "engine": engine, "engine_version": "1", "value": ms}
-        for subject, engine, ms in (("engine", "vllm", 3.0), ("ours", "sglang", 2.0))
-    ]
-    recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("served", rows_of)))
+            "unit": "ms a step", "spread": 0.01, "engine_version": "1"}  # fmt: skip
+    measurements = []
+    for engine, name, ms in (("vllm", "served", 3.0), ("sglang", "served_sglang", 4.0)):
+        both = [case | {"subject": "engine", "engine": engine, "value": ms},
+                case | {"subject": "ours", "engine": engine, "value": 2.0}]  # fmt: skip
+        measurements += measurement(name, both)
+    recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurements))
     text = made(recorded, "served_gains")
-    assert "served). sglang 1, vllm 1, random weights, m." in text and "1.50x" in text
+    assert "served). vllm 1, random weights, m." in text
+    assert "served_sglang). sglang 1, random weights, m." in text
+    assert "| m, 2 layers | 1.50x | | m, 2 layers, in SGLang | 2.00x |" in text
 
 
 def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line(tmp_path: Path):

@@ -57,9 +57,9 @@ def served_rows(tmp_path_factory, stand_in) -> tuple[list[dict[str, Any]], str]:
     made = call("serve", *options, *QUICK, "--together", "2", "--out", file)
     assert made.returncode == 0, made.stderr
     found = read(file)
-    of = found.measurements[tables.SERVED]
+    of = found.measurements[tables.SERVED["vllm"]]
     assert of["environment"]["versions"]["torch"] and of["method"] == serve.METHOD
-    return found.rows_of(tables.SERVED), made.stdout
+    return found.rows_of(tables.SERVED["vllm"]), made.stdout
 
 
 def values(rows: list[dict[str, Any]], what: str, backend: str) -> list[Any]:
@@ -577,7 +577,7 @@ def test_experts_over_ranks_without_flashinfer_are_named_so():
     rows.append(row("flashinfer_cutlass", "decode", 1, 1.0, "ms a step", **of_ranks))
     assert list(tables.gains_table(rows).frame.served) == [name]
     sglang = [of_rank | {"engine": "sglang"} for of_rank in rows[:2]]
-    assert list(tables.gains_table(sglang).frame.served) == [name]
+    assert list(tables.gains_table(sglang).frame.served) == [f"{name}, in SGLang"]
 
 
 def test_of_the_layers_the_worst_is_named():
