@@ -3,6 +3,7 @@
     run.py serve --model qwen3-30b-a3b --random-weights
     run.py serve --model /path/to/a/model --compare engine,ours,accurate
     run.py serve --model deepseek-v3 --random-weights --layers 4 --compare engine,tuned,ours
+    run.py serve --model DIR --text FILE --bf16 DIR2 --compare bf16,engine,ours,accurate
 
 Each backend is the engine's offline API in a process of its own: `engine` (as it comes), `tuned`
 (vLLM's Triton kernel with the files that vLLM has for an H200), `ours`, `accurate`, or a kernel by
@@ -14,7 +15,9 @@ are timed, of backends that run together in turns: 128 requests of 512 + 64 toke
 the largest batch has. The CUDA graph of a decode step is timed, too ("graph"): the GPU's
 part of the step, which does not change with the host. What is compiled after the start is counted.
 With trained weights tokens and log-probabilities are compared with those of the first backend; of
-random ones they say nothing.
+random ones they say nothing. `--text` adds the loss of a text, with its standard error over windows
+of 1024 tokens, its difference from the first backend's on the same windows, and how often both have
+the same likeliest token. The backend `bf16` serves the BF16 weights that the model was made from.
 """
 
 import argparse
@@ -30,17 +33,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.common.program import (
     EXIT_OK,
     ROOT,
     Failure,
     UsageError,
+    error_line,
     note,
     parser,
     run_main,
@@ -58,6 +62,8 @@ from scripts.serving.engines import (
     OWN,
     RANDOM,
     Generated,
+    Model,
+    Read,
     Setup,
     find_model,
     reported,
@@ -71,6 +77,8 @@ COMPILED = "Cache the graph of compile range"
 """vLLM's message about a graph that it did not find on disk."""
 COMPILED_LATE = "compilation during inference"
 """The message of vLLM's monitor about a kernel that a request had to wait for."""
+WINDOW, MOST_WINDOWS = 1024, 256
+"""Tokens of a text that are read at once, without those before them, and the most such windows."""
 PROCESS = "from scripts.serving.worker import main; main()"
 LAST_LINES = 15
 """Lines of a log that are shown if an engine fails."""
@@ -180,6 +188,7 @@ class Plan:
     prompts: tuple[int, ...]
     repeats: int
     compare_tokens: bool = False  # for trained weights
+    windows: tuple[list[int], ...] = ()  # of a text, whose loss is computed
 
     @property
     def figures(self) -> list[tuple[str, int, str]]:
@@ -193,8 +202,15 @@ class Plan:
 
 
 Row = dict[str, Any]
-Answers = dict[str, list[Generated]]
-"""Each backend's tokens for the compared prompts, in the order in which the backends ran."""
+
+
+class Answer(NamedTuple):
+    generated: list[Generated]  # for the compared prompts
+    read: list[Read]  # of a text's windows
+
+
+Answers = dict[str, Answer]
+"""Each backend's answer, in the order in which the backends ran."""
 
 
 def first_starts(setup: Setup, logs: Path) -> Iterator[Row]:
@@ -231,7 +247,11 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -
             yield from check(backend)
         yield from timed(backends, plan)
         for backend in backends if plan.compare_tokens else ():
-            answers[backend.setup.backend] = backend.ask("compared")
+            windows = [*plan.windows]
+            generated = backend.ask("compared", windows)
+            read = backend.ask("read", windows) if windows else []
+            answers[backend.setup.backend] = Answer(generated, read)
+            yield from losses(backend, answers)
             yield from compared(backend, answers)
         for backend, compiled in zip(backends, at_start, strict=True):
             yield from counted(backend, compiled)
@@ -303,13 +323,40 @@ def counted(backend: Backend, at_start: int) -> Iterator[Row]:
     yield row_of(backend, "of ours, by the engine's monitor", None, len(late_lines), "")
 
 
+def losses(backend: Backend, answers: Answers) -> Iterator[Row]:
+    """Yield the loss of a text; of a later backend also how it differs from the first one's."""
+    windows = answers[backend.setup.backend].read
+    if not windows:
+        return
+    first, *_ = answers
+
+    def row(what: str, values: list[float]) -> Row:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        unit = "nats a token"
+        return row_of(backend, what, None, statistics.fmean(values), unit, standard_error=error)
+
+    loss = [-statistics.fmean(window.logprobs) for window in windows]
+    yield row("loss", loss)
+    if first == backend.setup.backend:
+        return
+    first_loss = [-statistics.fmean(window.logprobs) for window in answers[first].read]
+    yield row(f"loss less {first}'s", [a - b for a, b in zip(loss, first_loss, strict=True)])
+    same = [
+        a == b
+        for window, first_window in zip(windows, answers[first].read, strict=True)
+        for a, b in zip(window.likeliest, first_window.likeliest, strict=True)
+    ]
+    yield row_of(backend, f"likeliest token is {first}'s", None, statistics.fmean(same), "")
+
+
 def compared(backend: Backend, answers: Answers) -> Iterator[Row]:
     """Yield the agreement of tokens and log-probabilities with those of the first backend."""
     first, *_ = answers
     if first == backend.setup.backend:
         return
     same, differences = 0, [0.0]
-    pairs = list(zip(answers[backend.setup.backend], answers[first], strict=True))
+    generated = answers[backend.setup.backend].generated
+    pairs = list(zip(generated, answers[first].generated, strict=True))
     for (tokens, logprobs), (of_tokens, of_logprobs) in pairs:
         pairs_of = zip(tokens, of_tokens, strict=True)
         until = next((n for n, (a, b) in enumerate(pairs_of) if a != b), len(tokens))
@@ -356,6 +403,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tensor-parallel", type=whole(1), default=1, metavar="N", help="GPUs")
     add("--expert-parallel", action="store_true", help="experts whole, spread over these GPUs")
     add("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 for all backends")
+    add("--text", type=Path, metavar="FILE", help="of trained weights: compute the loss of a text")
+    add("--bf16", type=Path, metavar="DIR", help="the model in BF16, for the backend bf16")
     add("--logs", type=Path, metavar="DIR", help="where the engines' logs go")
     add("--out", type=Path, metavar="FILE", help="append all figures there, as they come")
     return options.parse_args(argv)
@@ -376,11 +425,16 @@ def setups(args: argparse.Namespace) -> list[Setup]:
     if set(OWN) & set(backends) and not is_installed(args.engine):
         raise UsageError(f"{args.engine} does not find the plugin: pip install -e . in this folder")
     model = find_model(args.model, args.layers, args.random_weights)
+    if ("bf16" in backends) != (args.bf16 is not None):
+        raise UsageError("--bf16 DIR and the backend bf16 need each other")
+    if args.random_weights and (args.text or args.bf16):
+        raise UsageError("--text, --bf16: random weights say nothing; give a directory of weights")
+    bf16 = args.bf16 and replace(find_model(str(args.bf16), None, False), name=model.name)
     return [
         Setup(
             engine=args.engine,
             backend=backend,
-            model=model,
+            model=bf16 if backend == "bf16" else model,
             random_weights=args.random_weights,
             most_tokens=max(*args.prompts, CHECK_TOKENS),
             batches=args.batches,
@@ -393,20 +447,39 @@ def setups(args: argparse.Namespace) -> list[Setup]:
     ]
 
 
+def windows_of(text: Path, model: Model) -> tuple[list[int], ...]:
+    """Return the tokens of a text by the model's tokenizer, in windows; the end that fills none is
+    left out. Raises UsageError."""
+    from transformers import AutoTokenizer
+
+    try:
+        content = text.read_text(encoding="utf-8")
+        tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--text {text}: {error_line(error)}") from None
+    tokens = tokenizer(content, add_special_tokens=False)["input_ids"]
+    windows = [tokens[n : n + WINDOW] for n in range(0, len(tokens) - WINDOW + 1, WINDOW)]
+    if len(windows) < 2:
+        raise UsageError(f"--text {text}: {len(tokens)} tokens; two windows need {2 * WINDOW}")
+    return tuple(windows[:MOST_WINDOWS])
+
+
 def main() -> int:
     args = arguments()
     wanted = setups(args)
     from scripts.common import environment
     from scripts.publishing.rows import Writer
-    from scripts.publishing.tables import SERVED, served_checks, timed_tables
+    from scripts.publishing.tables import SERVED, TRAINED, served_checks, timed_tables
 
-    plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights)
+    windows = windows_of(args.text, wanted[0].model) if args.text else ()
+    plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights, windows)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
     logs.mkdir(parents=True, exist_ok=True)
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
-    into = Writer(SERVED[args.engine], hardware, METHOD, args.out)
+    name = SERVED[args.engine] + ("" if args.random_weights else TRAINED)
+    into = Writer(name, hardware, METHOD, args.out)
     say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
     answers: Answers = {}
     try:

@@ -41,7 +41,7 @@ from scripts.common.sources import changed_since, remark
 from scripts.publishing import plots, rankings, tables
 from scripts.publishing.rankings import Ranking, Recorded, headline, notes, read, say_clocks, title
 from scripts.publishing.rows import BITS, FILE, Clock
-from scripts.publishing.tables import KERNELS, NOISY, SERVED, Table, short_table
+from scripts.publishing.tables import KERNELS, NOISY, SERVED, TRAINED, Table, short_table
 
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "docs" / "results.md")
@@ -337,22 +337,28 @@ def served(recorded: Recorded, engine: str) -> list[Part]:
     )
     timed = [replace(table, folded=True) for table in tables.timed_tables(rows)]
     gains = tables.gains_table(rows)
-    return [served_text(recorded, engine), note, gains, *timed, tables.served_checks(rows)]
+    text = served_text(recorded, SERVED[engine], "random")
+    return [text, note, gains, *timed, tables.served_checks(rows)]
+
+
+def trained(recorded: Recorded, name: str) -> list[Part]:
+    """Return the checks of models with trained weights in an engine."""
+    checks = tables.served_checks(recorded.rows.rows_of(name))
+    return [served_text(recorded, name, "trained"), checks]
 
 
 def served_gains(recorded: Recorded) -> list[Part]:
     """Return the gains in all engines, in one table."""
     engines = [engine for engine in SERVED if SERVED[engine] in recorded.rows.measurements]
-    texts = [served_text(recorded, engine) for engine in engines]
+    texts = [served_text(recorded, SERVED[engine], "random") for engine in engines]
     rows = [row for engine in engines for row in recorded.rows.rows_of(SERVED[engine])]
     return [*texts, NOISY_MARK.capitalize(), tables.gains_table(rows, short=True)]
 
 
-def served_text(recorded: Recorded, engine: str) -> str:
-    name = SERVED[engine]
+def served_text(recorded: Recorded, name: str, weights: str) -> str:
     head, rows = recorded.rows.measurements[name], recorded.rows.rows_of(name)
     engines = sorted({f"{row['engine']} {row['engine_version']}" for row in rows})
-    return measured(recorded, name, f"{', '.join(engines)}, random weights, {head['method']}.")
+    return measured(recorded, name, f"{', '.join(engines)}, {weights} weights, {head['method']}.")
 
 
 BLOCKS: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
@@ -372,6 +378,10 @@ BLOCKS: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
     "sweep_engines": ("sweep_engines", partial(sweep, name="sweep_engines", every=2)),
     "models": ("models", models),
     **{name: (name, partial(served, engine=engine)) for engine, name in SERVED.items()},
+    **{
+        name + TRAINED: (name + TRAINED, partial(trained, name=name + TRAINED))
+        for name in SERVED.values()
+    },
     "served_gains": (SERVED["vllm"], served_gains),
 }
 """By name: the measurement that a block needs, and the function that makes it."""

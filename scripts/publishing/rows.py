@@ -126,6 +126,7 @@ class Row(TypedDict, total=False):
     p10: Positive
     p90: Positive
     spread: FiniteFloat
+    standard_error: FiniteFloat
     calls: int
     roofline: Annotated[FiniteFloat, Field(ge=0)]  # the least possible `value`
     method: str

@@ -622,6 +622,8 @@ TIMED = ("decode", "graph", "prefill", "mixed")
 LARGER_IS_BETTER = ("tokens/s",)
 SERVED = {"vllm": "served", "sglang": "served_sglang"}
 """The measurement's name, by engine."""
+TRAINED = "_trained"
+"""The end of the name if the model has trained weights."""
 OWN = ("ours", "accurate")
 NOISY = 0.15
 """Spread of a backend's repeats above which a gain is marked: the host's other load made it."""
@@ -736,6 +738,8 @@ def served_checks(rows: Sequence[Mapping[str, Any]]) -> Table:
     def cell(group: pd.DataFrame) -> str:
         """Return the worst of several layers, the last one of equal ones."""
         row = group.iloc[::-1].loc[group.value.astype(float).iloc[::-1].idxmax()]
+        if pd.notna(row.get("standard_error")):
+            return f"{row.value:.5f} ± {row.standard_error:.5f} {row.unit}"
         if row.part.startswith("calc_diff"):
             return f"{row.value:.2e} (layer {row['size']})"
         if pd.api.types.is_bool(row.value):

@@ -15,6 +15,7 @@ from scripts.common.program import UsageError, error_line
 
 ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
+AS_IT_COMES = ("engine", "bf16")
 OWN = ("ours", "accurate")
 CACHE_BYTES = 5 * 2**30
 """Bytes of the cache for keys and values."""
@@ -99,6 +100,13 @@ class Generated(NamedTuple):
     logprobs: list[float]  # of these tokens; empty if not asked for
 
 
+class Read(NamedTuple):
+    """An engine's prediction of each token of a prompt but the first."""
+
+    logprobs: list[float]  # of the prompt's tokens
+    likeliest: list[int]  # the likeliest tokens in their places
+
+
 class Engine(Protocol):
     version: str
 
@@ -109,6 +117,8 @@ class Engine(Protocol):
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False
     ) -> list[Generated]: ...
 
+    def read(self, prompts: list[list[int]]) -> list[Read]: ...
+
 
 def reported(directory: Path, what: str) -> list[list[str]]:
     """Return the lines of `worker.report`, a list a process."""
@@ -117,8 +127,8 @@ def reported(directory: Path, what: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of an engine. `backend` is `engine`, `tuned`, `ours`, `accurate`, or the
-    engine's name for one of its kernels."""
+    """The settings of an engine. `backend` is `engine`, `bf16` (the same with BF16 weights),
+    `tuned`, `ours`, `accurate`, or the engine's name for one of its kernels."""
 
     engine: str
     backend: str
@@ -161,7 +171,7 @@ class Vllm:
 
         if setup.backend == "tuned":
             use_tuned_files(Path(vllm.__file__).parent)
-        asked = setup.backend not in ("engine", "tuned", *OWN)
+        asked = setup.backend not in (*AS_IT_COMES, "tuned", *OWN)
         self.version = vllm.__version__
         self.sampling = vllm.SamplingParams
         self.llm = vllm.LLM(
@@ -205,6 +215,18 @@ class Vllm:
             for output in (request.outputs[0] for request in outputs)
         ]
 
+    def read(self, prompts: list[list[int]]) -> list[Read]:
+        sampling = self.sampling(max_tokens=1, prompt_logprobs=1, detokenize=False)
+        requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
+        return [
+            Read(
+                [p[t].logprob for p, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)],
+                [max(p, key=lambda t: p[t].logprob) for p in output.prompt_logprobs[1:]],
+            )
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
+
     def graph_times(self, prompts: list[list[int]], tokens: int) -> list[float]:
         self.llm.collective_rpc("time_graphs", args=(tokens // 2,))
         self.generate(prompts, tokens)
@@ -236,7 +258,7 @@ class Sglang:
     def __init__(self, setup: Setup):
         import sglang
 
-        asked = setup.backend not in ("engine", *OWN)
+        asked = setup.backend not in (*AS_IT_COMES, *OWN)
         self.version = sglang.__version__
         self.engine = sglang.Engine(
             model_path=str(setup.model.directory),
@@ -275,6 +297,19 @@ class Sglang:
             Generated(
                 list(output["output_ids"]),
                 [entry[0] for entry in output["meta_info"].get("output_token_logprobs", ())],
+            )
+            for output in outputs
+        ]
+
+    def read(self, prompts: list[list[int]]) -> list[Read]:
+        outputs = self.engine.generate(
+            input_ids=prompts, sampling_params={"max_new_tokens": 1}, return_logprob=True,
+            logprob_start_len=0, top_logprobs_num=1,
+        )  # fmt: skip
+        return [
+            Read(
+                [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]],
+                [best[0][1] for best in output["meta_info"]["input_top_logprobs"][1:]],
             )
             for output in outputs
         ]

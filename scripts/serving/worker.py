@@ -31,6 +31,7 @@ from scripts.serving.engines import (
     RANDOM,
     Engine,
     Generated,
+    Read,
     Setup,
     start,
 )
@@ -95,10 +96,15 @@ class Measuring:
         """Run the prompt whose calls the plugin compares."""
         self.engine.generate(prompts(self.vocabulary, (CHECK_TOKENS,), 2), 1)
 
-    def compared(self) -> list[Generated]:
-        """Return tokens and their log-probabilities, to compare with another backend's."""
-        drawn = prompts(self.vocabulary, COMPARED_PROMPTS, 1)
+    def compared(self, windows: list[list[int]]) -> list[Generated]:
+        """Return tokens and their log-probabilities, to compare with another backend's: after the
+        first half of each window of a text, or after random tokens."""
+        halves = [window[: len(window) // 2] for window in windows]
+        drawn = halves or prompts(self.vocabulary, COMPARED_PROMPTS, 1)
         return self.engine.generate(drawn, COMPARED_TOKENS, logprobs=True)
+
+    def read(self, windows: list[list[int]]) -> list[Read]:
+        return self.engine.read(windows)
 
     def alone(self) -> bool:
         """True if a request gets the same tokens alone and in a batch."""

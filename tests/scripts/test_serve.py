@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -180,7 +181,11 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
     model = find_model("qwen3-30b-a3b", 2, True)
     for backend in ("engine", "accurate"):
         setup = Setup("vllm", backend, model, random_weights=True)
-        rows = list(serve.measure([setup], serve.Plan((1,), (8,), 1, True), tmp_path, answers))
+        plan = serve.Plan((1,), (8,), 1, True, ([5, 1, 3], [5, 4, 3]))
+        rows = list(serve.measure([setup], plan, tmp_path, answers))
+        ((loss, error),) = [(r["value"], r["standard_error"]) for r in rows if r["part"] == "loss"]
+        half = 0.8 if backend == "accurate" else 0.7
+        assert loss == pytest.approx(half / 4) and error == pytest.approx(half / 4)
         shares = values(rows, "tokens before the first other than engine's", backend)
         assert len(shares) == (backend != "engine")
         alone = values(rows, "same tokens alone and among others", backend)
@@ -188,6 +193,9 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
         late = values(rows, "our kernels compiled later", backend)
         assert late == [2] * (backend != "engine"), "what the compared prompts compile, too"
     assert 0 <= shares[0] <= 1 and [*answers] == ["engine", "accurate"]
+    assert values(rows, "loss less engine's", "accurate") == pytest.approx([0.1 / 4])
+    assert values(rows, "likeliest token is engine's", "accurate") == [0.75]
+    assert "0.02500 ± 0.02500 nats a token" in tables.served_checks(rows).text()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,8 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
     ],
 )  # fmt: skip
 def test_tokens_are_compared_until_the_first_other(engine, ours, share, difference):
-    rows = list(serve.compared(named("ours"), {"engine": engine, "ours": ours}))
+    answers = {"engine": serve.Answer(engine, []), "ours": serve.Answer(ours, [])}
+    rows = list(serve.compared(named("ours"), answers))
     assert [row["value"] for row in rows] == pytest.approx([share, difference])
 
 
@@ -326,6 +335,39 @@ def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
     with pytest.raises(UsageError, match="^vllm does not find the plugin"):
         serve.setups(options("--random-weights"))
     assert len(serve.setups(options("--random-weights", "--compare", "engine"))) == 1
+
+
+def test_the_bf16_weights_are_a_backend_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    for name in ("fp8", "bf16"):
+        (tmp_path / name).mkdir()
+        config = {"num_hidden_layers": 2, "vocab_size": 300, "name": name}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    both = ("--compare", "bf16,engine", "--bf16", str(tmp_path / "bf16"))
+    bf16, engine = serve.setups(options("--model", str(tmp_path / "fp8"), *both))
+    assert bf16.model.directory.name == "bf16" and bf16.model.name == engine.model.name == "fp8"
+    for wrong in (both[:2], both[2:]):
+        with pytest.raises(UsageError, match="need each other"):
+            serve.setups(options("--model", str(tmp_path / "fp8"), "--compare", "engine", *wrong))
+    with pytest.raises(UsageError, match="random weights say nothing"):
+        serve.setups(options("--random-weights", *both))
+
+
+def test_a_text_is_read_in_whole_windows(monkeypatch, tmp_path):
+    def from_pretrained(directory):
+        return lambda text, add_special_tokens: {"input_ids": [*text.encode()]}
+
+    tokenizer = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizer))
+    model, text = find_model("qwen3-30b-a3b", 2, True), tmp_path / "text"
+    text.write_bytes(b"a" * serve.WINDOW + b"b" * serve.WINDOW + b"c")
+    first, second = serve.windows_of(text, model)
+    assert {*first} == {*b"a"} and {*second} == {*b"b"} and len(second) == serve.WINDOW
+    text.write_bytes(b"a" * serve.WINDOW)
+    with pytest.raises(UsageError, match="1024 tokens; two windows need 2048"):
+        serve.windows_of(text, model)
+    with pytest.raises(UsageError, match="No such file"):
+        serve.windows_of(tmp_path / "missing", model)
 
 
 def test_setups_follow_the_options(monkeypatch):

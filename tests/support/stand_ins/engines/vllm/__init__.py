@@ -83,16 +83,31 @@ class LLM:
                 self.compiled.append(compiled(2))
         if self.wrong == "dies":
             os._exit(3)
-        if self.ours and sampling.logprobs == 0:
+        if self.ours and getattr(sampling, "logprobs", None) == 0:
             self.compiled.append(compiled(3))
-        return [SimpleNamespace(outputs=[self.output(prompt, sampling)]) for prompt in tokens]
+        return [
+            SimpleNamespace(
+                outputs=[self.output(prompt, sampling)], prompt_logprobs=self.read(prompt)
+            )
+            for prompt in tokens
+        ]
+
+    def read(self, prompt):
+        """Predict every token but 1 with certainty, of 1 half: ours something less."""
+        half = -0.7 - 0.1 * self.ours
+        certain = {0: SimpleNamespace(logprob=-9.0)}
+        return [None, *(
+            {1: SimpleNamespace(logprob=half), 2: SimpleNamespace(logprob=-0.75)} if t == 1
+            else certain | {t: SimpleNamespace(logprob=0.0)}
+            for t in prompt[1:]
+        )]  # fmt: skip
 
     def output(self, prompt, sampling):
         seed = zlib.crc32(bytes(str(prompt), "ascii"))
         made = [(seed + 7 * n) % 100 for n in range(sampling.max_tokens)]
         logprobs = [{t: SimpleNamespace(logprob=-t / 100)} for t in made]
         return SimpleNamespace(
-            token_ids=made, logprobs=logprobs if sampling.logprobs == 0 else None
+            token_ids=made, logprobs=logprobs if getattr(sampling, "logprobs", None) == 0 else None
         )
 
     def layer(self, tokens: int):
