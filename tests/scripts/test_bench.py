@@ -494,6 +494,38 @@ def test_passes_and_report_follow_a_run(gpu, monkeypatch) -> None:
     assert len(done) == 3
 
 
+@pytest.mark.parametrize(
+    ("slow", "kept"),
+    [([[1], []], ["x1", "x7", "x7"]), ([[0], [0], [0]], ["x1", "x7", "x1", "x1"])],
+    ids=["once", "not without end"],
+)
+def test_workloads_of_a_slow_host_run_again(slow, kept, gpu, monkeypatch) -> None:
+    uuids = [trace.workload.uuid for trace in gpu.workloads]
+    answers = iter([{uuids[n] for n in places} for places in slow])
+    monkeypatch.setattr(harness, "slow_workloads", lambda results: next(answers))
+    gpu("--solutions", "x", "--workloads", "1", "7")
+    assert gpu.kept() == kept
+
+
+def test_a_host_is_slow_if_every_solution_waits_for_it() -> None:
+    def results(waits: dict[str, list[float]]) -> pd.DataFrame:
+        """Each solution's wait, ms, by workload; the slower solution waits less."""
+        return pd.DataFrame(
+            {"uuid": f"w{n}", "solution": name, "passed": True, "device": 1.0, "harness": 1.0 + ms}
+            for name, each in waits.items()
+            for n, ms in enumerate(each)
+        )
+
+    quiet, slow = [0.03, 0.03, 0.03], [0.03, 0.03, 0.045]
+    assert harness.slow_workloads(results({"x": slow, "y": [ms / 2 for ms in quiet]})) == set()
+    both = results({"x": slow, "y": [0.0, 0.0, 0.011]})
+    assert harness.slow_workloads(both) == {"w2"}
+    again = pd.concat([both, results({"x": quiet, "y": [0.0] * 3})])
+    assert harness.slow_workloads(again) == set(), "of repeated results the last counts"
+    failed = both.assign(device=both.device.where(both.uuid != "w2"))
+    assert harness.slow_workloads(failed) == set(), "without a device time nothing is known"
+
+
 @pytest.mark.parametrize("foreign", [False, True])
 def test_the_passes_have_the_options_of_the_run(foreign, monkeypatch, tmp_path, capsys) -> None:
     """The first one does not fail, the others do."""
