@@ -18,15 +18,19 @@ With trained weights tokens and log-probabilities are compared with those of the
 random ones they say nothing. `--text` adds the loss of a text, with its standard error over windows
 of 1024 tokens, its difference from the first backend's on the same windows, and how often both have
 the same likeliest token. The backend `bf16` serves the BF16 weights that the model was made from.
+`--http N` times the HTTP server of each backend, with N clients that send a request of the mixed
+load each, at once.
 """
 
 import argparse
 import contextlib
+import http.client
 import importlib.metadata
 import importlib.util
 import math
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -52,13 +56,16 @@ from scripts.common.program import (
     steps,
     whole,
 )
+from scripts.serving import clients
 from scripts.serving.engines import (
     CHECK_TOKENS,
     DIRECTORY,
     ENGINES,
     GROUPS,
     LAYERS,
+    MIXED_PROMPT,
     MIXED_REQUESTS,
+    MIXED_TOKENS,
     OWN,
     RANDOM,
     Generated,
@@ -80,6 +87,9 @@ COMPILED_LATE = "compilation during inference"
 WINDOW, MOST_WINDOWS = 1024, 256
 """Tokens of a text that are read at once, without those before them, and the most such windows."""
 PROCESS = "from scripts.serving.worker import main; main()"
+HTTP = {"http first": "ms", "http token": "ms a token", "http": "tokens/s"}
+"""The units of the figures of an HTTP server's clients, in the order of `clients.Load`."""
+SERVER_SECONDS = 900
 LAST_LINES = 15
 """Lines of a log that are shown if an engine fails."""
 
@@ -112,16 +122,24 @@ def compilations(directory: Path) -> int:
     return sum(int(compiled) for lines in reported(directory, "kernels") for compiled in lines)
 
 
-class Backend:
-    """An engine that is starting; `ready` waits for it. Its output goes to a log."""
+class Started:
+    """An engine that is starting. Its output goes to a log."""
 
-    def __init__(self, setup: Setup, logs: Path, start: str = ""):
+    def __init__(
+        self,
+        setup: Setup,
+        logs: Path,
+        name: str,
+        command: list[str],
+        pass_fds: Sequence[int] = (),
+        **variables: str,
+    ):
         self.setup = setup
-        self.log = logs / f"{setup.model.name}-{setup.backend}{start}.log"
+        self.log = logs / f"{setup.model.name}-{setup.backend}{name}.log"
         self.directory = Path(tempfile.mkdtemp(prefix=f"{setup.backend}-", dir=logs))
         publish(self.directory, setup.engine)
-        mine, its = Pipe()
-        environment = os.environ | setup.variables | {DIRECTORY: str(self.directory)}
+        environment = os.environ | setup.variables | variables
+        environment[DIRECTORY] = str(self.directory)
         if setup.random_weights:
             environment[RANDOM] = "1"
         paths = (str(self.directory), str(ROOT), os.environ.get("PYTHONPATH", ""))
@@ -129,15 +147,42 @@ class Backend:
         self.started = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROCESS, str(its.fileno())],
-                pass_fds=[its.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+        self.version = ""
+        self.start_seconds = 0.0
+
+    def failure(self, error: str) -> Failure:
+        end = "\n".join(self.text().splitlines()[-LAST_LINES:])
+        return Failure(f"{self.setup.backend}: {error}; the end of {self.log}:\n{end}")
+
+    def close(self) -> None:
+        """End the engine with all its processes."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def log_lines(self, text: str) -> list[str]:
+        """Return the lines of the log with a text."""
+        return [line for line in self.text().splitlines() if text in line]
+
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+class Backend(Started):
+    """An offline engine; `ready` waits for it."""
+
+    def __init__(self, setup: Setup, logs: Path, name: str = ""):
+        mine, its = Pipe()
+        command = [sys.executable, "-c", PROCESS, str(its.fileno())]
+        super().__init__(setup, logs, name, command, [its.fileno()])
         its.close()
         self.connection: Connection = mine
         self.connection.send(setup)
-        self.version = ""
-        self.start_seconds = 0.0
 
     def ready(self) -> None:
         """Wait until the engine is up. Raises Failure."""
@@ -151,20 +196,8 @@ class Backend:
         return self._answer()
 
     def close(self) -> None:
-        """End the engine with all its processes."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
+        super().close()
         self.connection.close()
-
-    def log_lines(self, text: str) -> list[str]:
-        """Return the lines of the log with a text."""
-        return [line for line in self.text().splitlines() if text in line]
-
-    def text(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _answer(self) -> Any:
         try:
@@ -172,12 +205,50 @@ class Backend:
         except (EOFError, ConnectionResetError):
             error, answer = "the process ended", None
         if error:
-            end = "\n".join(self.text().splitlines()[-LAST_LINES:])
-            raise Failure(f"{self.setup.backend}: {error}; the end of {self.log}:\n{end}")
+            raise self.failure(error)
         return answer
 
 
+class Server(Started):
+    """An engine's HTTP server; `ready` waits for it."""
+
+    def __init__(self, setup: Setup, logs: Path, version: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.loads: dict[tuple[int, int], clients.Load] = {}
+        command = clients.command(setup, self.port)
+        # The server and the engine are two processes, as users have them.
+        super().__init__(setup, logs, "-http", command, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        self.version = version
+
+    def ready(self) -> None:
+        """Wait until the server takes requests. Raises Failure."""
+        while not clients.is_up(self.port):
+            if self.process.poll() is not None:
+                raise self.failure("the server ended")
+            if time.monotonic() - self.started > SERVER_SECONDS:
+                raise self.failure(f"the server was not up after {SERVER_SECONDS} s")
+            time.sleep(0.5)
+        self.start_seconds = time.monotonic() - self.started
+
+    def ask(self, what: str, number: int, repeat: int) -> float:
+        """Return a figure, one of `HTTP`, of so many clients. Raises Failure."""
+        if (number, repeat) not in self.loads:
+            try:
+                self.loads[number, repeat] = clients.load(
+                    self.setup, self.port, number, MIXED_PROMPT, MIXED_TOKENS, repeat
+                )
+            except (OSError, http.client.HTTPException, RuntimeError) as error:
+                raise self.failure(error_line(error)) from None
+        return self.loads[number, repeat][[*HTTP].index(what)]
+
+
 # --- measurements ---------------------------------------------------------------------------------
+
+
+Figure = tuple[str, int, str]
+"""The name of a quantity, its size and its unit."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +260,11 @@ class Plan:
     repeats: int
     compare_tokens: bool = False  # for trained weights
     windows: tuple[list[int], ...] = ()  # of a text, whose loss is computed
+    clients: int = 0  # of an HTTP server
 
     @property
-    def figures(self) -> list[tuple[str, int, str]]:
-        """(method of `Measuring`, size, unit) of each quantity."""
+    def figures(self) -> list[Figure]:
+        """The quantities of an offline engine, each named as the method of `Measuring`."""
         return [
             *(("decode", batch, "ms a step") for batch in self.batches),
             *(("graph", batch, "ms a step") for batch in self.batches),
@@ -245,7 +317,7 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -
         at_start = [compilations(backend.directory) for backend in backends]
         for backend in backends:
             yield from check(backend)
-        yield from timed(backends, plan)
+        yield from timed(backends, plan.figures, plan.repeats)
         for backend in backends if plan.compare_tokens else ():
             windows = [*plan.windows]
             generated = backend.ask("compared", windows)
@@ -257,7 +329,7 @@ def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -
             yield from counted(backend, compiled)
 
 
-def row_of(backend: Backend, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
+def row_of(backend: Started, what: str, size: Any, value: Any, unit: str, **more: Any) -> Row:
     setup = backend.setup
     return {
         "engine": setup.engine, "engine_version": backend.version, "model": setup.model.name,
@@ -294,12 +366,28 @@ def check(backend: Backend) -> Iterator[Row]:
         yield row_of(backend, "same tokens alone and among others", None, backend.ask("alone"), "")
 
 
-def timed(backends: Sequence[Backend], plan: Plan) -> Iterator[Row]:
+def served(setup: Setup, plan: Plan, logs: Path, version: str) -> Iterator[Row]:
+    """Yield the figures of the clients of an HTTP server, of the engine's `version`. Raises
+    Failure."""
+    note(f"starts the HTTP server of {setup.backend}")
+    server = Server(setup, logs, version)
+    try:
+        server.ready()
+        note(f"{setup.backend} is up after {server.start_seconds:.0f} s")
+        figures = [(what, plan.clients, unit) for what, unit in HTTP.items()]
+        yield from timed([server], figures, plan.repeats)
+    finally:
+        server.close()
+
+
+def timed(
+    backends: Sequence[Backend | Server], figures: Sequence[Figure], repeats: int
+) -> Iterator[Row]:
     """Yield medians over the repeats of all backends in turn. The first repeat is a warm-up. A
     quantity that is NaN in any repeat of a backend has no row."""
-    for what, size, unit in plan.figures:
+    for what, size, unit in figures:
         values: dict[str, list[float]] = {backend.setup.backend: [] for backend in backends}
-        for repeat in range(plan.repeats + 1):
+        for repeat in range(repeats + 1):
             for backend in backends:
                 values[backend.setup.backend].append(backend.ask(what, size, repeat))
         for backend in backends:
@@ -403,6 +491,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tensor-parallel", type=whole(1), default=1, metavar="N", help="GPUs")
     add("--expert-parallel", action="store_true", help="experts whole, spread over these GPUs")
     add("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 for all backends")
+    add("--http", type=whole(1), default=0, metavar="N",
+        help="also start each backend's HTTP server, and time N clients at once")  # fmt: skip
     add("--text", type=Path, metavar="FILE", help="of trained weights: compute the loss of a text")
     add("--bf16", type=Path, metavar="DIR", help="the model in BF16, for the backend bf16")
     add("--logs", type=Path, metavar="DIR", help="where the engines' logs go")
@@ -417,6 +507,8 @@ def setups(args: argparse.Namespace) -> list[Setup]:
             f"{args.engine} is not installed for {sys.executable}: in the environment that has it "
             "run pip install -e '.[serve]', then run.py with its python"
         )
+    if args.http and "tuned" in args.compare.split(","):
+        raise UsageError("--http: the backend tuned has no server")
     if args.batch_invariant and args.engine != "vllm":
         raise UsageError("--batch-invariant: with --engine vllm only")
     backends = list(dict.fromkeys(name.strip() for name in args.compare.split(",")))
@@ -472,13 +564,14 @@ def main() -> int:
     from scripts.publishing.tables import SERVED, TRAINED, served_checks, timed_tables
 
     windows = windows_of(args.text, wanted[0].model) if args.text else ()
-    plan = Plan(args.batches, args.prompts, args.repeats, not args.random_weights, windows)
+    trained = not args.random_weights
+    plan = Plan(args.batches, args.prompts, args.repeats, trained, windows, args.http)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
     logs.mkdir(parents=True, exist_ok=True)
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
-    name = SERVED[args.engine] + ("" if args.random_weights else TRAINED)
+    name = SERVED[args.engine] + TRAINED * trained
     into = Writer(name, hardware, METHOD, args.out)
     say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
     answers: Answers = {}
@@ -488,6 +581,9 @@ def main() -> int:
         for group in steps(groups, lambda group: ", ".join(setup.backend for setup in group)):
             for row in measure(group, plan, logs, answers):
                 into.add(row, row["subject"])
+            for setup in group if plan.clients else ():
+                for row in served(setup, plan, logs, into.rows[-1]["engine_version"]):
+                    into.add(row, row["subject"])
     finally:  # also if a backend fails or Ctrl-C ends the program
         if rows := into.rows:
             for table in (*timed_tables(rows), served_checks(rows)):

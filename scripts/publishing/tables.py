@@ -618,7 +618,7 @@ def ratios_table(f: pd.DataFrame) -> Table:
 
 # --- served models: ours against the engine's own backends ----------------------------------------
 
-TIMED = ("decode", "graph", "prefill", "mixed")
+TIMED = ("decode", "graph", "prefill", "mixed", "http first", "http token", "http")
 LARGER_IS_BETTER = ("tokens/s",)
 SERVED = {"vllm": "served", "sglang": "served_sglang"}
 """The measurement's name, by engine."""

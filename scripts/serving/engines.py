@@ -165,35 +165,61 @@ def start(setup: Setup) -> Engine:
     return Vllm(setup) if setup.engine == "vllm" else Sglang(setup)
 
 
+def engine_options(setup: Setup) -> dict[str, Any]:
+    """Return the options of the engine, offline or as a server, but for the model's place."""
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy" if setup.random_weights else "auto",
+        "dtype": "bfloat16",
+    }
+    length, most = setup.most_tokens + PROMPT_ROOM, max(setup.batches)
+    asked = setup.backend not in (*AS_IT_COMES, "tuned", *OWN)
+    if setup.engine == "vllm":
+        return options | {
+            "seed": 0,
+            "hf_overrides": setup.model.overrides,
+            "max_model_len": length,
+            "max_num_batched_tokens": setup.most_tokens,
+            "max_num_seqs": most,
+            "gpu_memory_utilization": setup.share,
+            "kv_cache_memory_bytes": CACHE_BYTES,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "tensor_parallel_size": setup.tensor_parallel,
+            "worker_extension_cls": "scripts.serving.worker.TimesGraphs",
+            "enable_expert_parallel": setup.expert_parallel,
+            "compilation_config": {"cudagraph_capture_sizes": list(setup.batches)},
+            **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
+        }
+    return options | {
+        "random_seed": 0,
+        "json_model_override_args": json.dumps(setup.model.overrides),
+        "context_length": length,
+        "chunked_prefill_size": setup.most_tokens,
+        "max_prefill_tokens": setup.most_tokens,
+        "max_running_requests": most,
+        "mem_fraction_static": setup.share,
+        # Without a limit the cache takes what long prompts need for their activations.
+        "max_total_tokens": max(length, most * (MIXED_PROMPT + MIXED_TOKENS)),
+        "disable_radix_cache": True,
+        "cuda_graph_bs_decode": list(setup.batches),
+        "cuda_graph_max_bs_prefill": min(GRAPH_TOKENS, setup.most_tokens),
+        "tp_size": setup.tensor_parallel,
+        "ep_size": setup.tensor_parallel if setup.expert_parallel else 1,
+        "log_level": "info",
+        **({"moe_runner_backend": setup.backend} if asked else {}),
+    }
+
+
 class Vllm:
     def __init__(self, setup: Setup):
         import vllm
 
         if setup.backend == "tuned":
             use_tuned_files(Path(vllm.__file__).parent)
-        asked = setup.backend not in (*AS_IT_COMES, "tuned", *OWN)
         self.version = vllm.__version__
         self.sampling = vllm.SamplingParams
-        self.llm = vllm.LLM(
-            model=str(setup.model.directory),
-            skip_tokenizer_init=True,
-            load_format="dummy" if setup.random_weights else "auto",
-            dtype="bfloat16",
-            seed=0,
-            hf_overrides=setup.model.overrides,
-            max_model_len=setup.most_tokens + PROMPT_ROOM,
-            max_num_batched_tokens=setup.most_tokens,
-            max_num_seqs=max(setup.batches),
-            gpu_memory_utilization=setup.share,
-            kv_cache_memory_bytes=CACHE_BYTES,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            tensor_parallel_size=setup.tensor_parallel,
-            worker_extension_cls="scripts.serving.worker.TimesGraphs",
-            enable_expert_parallel=setup.expert_parallel,
-            compilation_config={"cudagraph_capture_sizes": list(setup.batches)},
-            **({"kernel_config": {"moe_backend": setup.backend}} if asked else {}),
-        )
+        self.llm = vllm.LLM(model=str(setup.model.directory), **engine_options(setup))
 
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False
@@ -258,33 +284,8 @@ class Sglang:
     def __init__(self, setup: Setup):
         import sglang
 
-        asked = setup.backend not in (*AS_IT_COMES, *OWN)
         self.version = sglang.__version__
-        self.engine = sglang.Engine(
-            model_path=str(setup.model.directory),
-            skip_tokenizer_init=True,
-            load_format="dummy" if setup.random_weights else "auto",
-            dtype="bfloat16",
-            random_seed=0,
-            json_model_override_args=json.dumps(setup.model.overrides),
-            context_length=setup.most_tokens + PROMPT_ROOM,
-            chunked_prefill_size=setup.most_tokens,
-            max_prefill_tokens=setup.most_tokens,
-            max_running_requests=max(setup.batches),
-            mem_fraction_static=setup.share,
-            # Without a limit the cache takes what long prompts need for their activations.
-            max_total_tokens=max(
-                setup.most_tokens + PROMPT_ROOM,
-                max(setup.batches) * (MIXED_PROMPT + MIXED_TOKENS),
-            ),
-            disable_radix_cache=True,
-            cuda_graph_bs_decode=list(setup.batches),
-            cuda_graph_max_bs_prefill=min(GRAPH_TOKENS, setup.most_tokens),
-            tp_size=setup.tensor_parallel,
-            ep_size=setup.tensor_parallel if setup.expert_parallel else 1,
-            log_level="info",
-            **({"moe_runner_backend": setup.backend} if asked else {}),
-        )
+        self.engine = sglang.Engine(model_path=str(setup.model.directory), **engine_options(setup))
 
     def generate(
         self, prompts: list[list[int]], tokens: int, logprobs: bool = False

@@ -31,7 +31,7 @@ from scripts.measuring.accuracy import calc_diff, in_float32
 from scripts.publishing import tables
 from scripts.publishing.rows import FILE, read
 from scripts.serve import Backend
-from scripts.serving import engines, worker
+from scripts.serving import clients, engines, worker
 from scripts.serving.engines import OWN, Generated, Setup, Vllm, find_model, start
 from scripts.serving.worker import Measuring, TimesGraphs, checking, prompts
 
@@ -196,6 +196,39 @@ def test_backends_that_run_one_after_another_are_compared_with_the_first(stand_i
     assert values(rows, "loss less engine's", "accurate") == pytest.approx([0.1 / 4])
     assert values(rows, "likeliest token is engine's", "accurate") == [0.75]
     assert "0.02500 ± 0.02500 nats a token" in tables.served_checks(rows).text()
+
+
+def test_an_http_server_is_timed_with_clients_at_once(stand_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "MIXED_TOKENS", 4)
+    setup = Setup("vllm", "ours", find_model("qwen3-30b-a3b", 2, True), random_weights=True)
+    plan = serve.Plan((1,), (8,), 2, clients=3)
+    rows = list(serve.served(setup, plan, tmp_path, "1"))
+    assert [(row["part"], row["size"], row["calls"]) for row in rows] == [
+        (what, 3, 2) for what in serve.HTTP
+    ]
+    first, token, per_s = (row["value"] for row in rows)
+    assert 10 <= first < 500 and 9 <= token < 200
+    assert per_s == pytest.approx(3 * (512 + 4) / (1e-3 * (first + 3 * token)), rel=0.5)
+    monkeypatch.setenv("STAND_IN", "refuses")
+    with pytest.raises(Failure, match="ours: .* status 400"):
+        list(serve.served(setup, plan, tmp_path, "1"))
+    monkeypatch.setattr(
+        serve.clients, "command", lambda *_: [sys.executable, "-c", "raise OSError"]
+    )
+    with pytest.raises(Failure, match="(?s)the server ended; the end of .*OSError"):
+        list(serve.served(setup, plan, tmp_path, "1"))
+
+
+def test_a_server_has_the_options_of_the_offline_engine():
+    model = find_model("qwen3-30b-a3b", 2, True)
+    command = clients.command(Setup("vllm", "deep_gemm", model, batches=(1, 4)), 80)
+    assert command[2] == "vllm.entrypoints.openai.api_server" and "--tokens-only" in command
+    text = " ".join(command)
+    assert '--kernel-config {"moe_backend": "deep_gemm"}' in text
+    assert "--no-enable-prefix-caching --disable-log-stats --tensor-parallel-size 1" in text
+    text = " ".join(clients.command(Setup("sglang", "ours", model, batches=(1, 4)), 80))
+    assert "sglang.launch_server --model-path" in text and "--port 80 --skip-tokenizer-init" in text
+    assert "--disable-radix-cache --cuda-graph-bs-decode 1 4 --cuda" in text
 
 
 @pytest.mark.parametrize(
@@ -766,7 +799,8 @@ def test_what_a_backend_cannot_tell_has_no_row():
             else 1.0 + next(asked),
         )  # fmt: skip
 
-    rows = list(serve.timed([backend("engine"), backend("ours")], serve.Plan((1,), (), 2)))
+    figures = serve.Plan((1,), (), 2).figures
+    rows = list(serve.timed([backend("engine"), backend("ours")], figures, 2))
     assert [(row["part"], row["subject"]) for row in rows] == [
         ("decode", "engine"), ("decode", "ours"), ("graph", "ours"),
         ("mixed", "engine"), ("mixed", "ours"),
@@ -782,7 +816,7 @@ def test_what_a_backend_cannot_tell_once_has_no_row(place):
     def ask(what: str, size: int, repeat: int) -> float:
         return math.nan if what == "graph" and repeat == place else 1.0
 
-    rows = list(serve.timed([named("ours", ask=ask)], serve.Plan((1,), (), 3)))
+    rows = list(serve.timed([named("ours", ask=ask)], serve.Plan((1,), (), 3).figures, 3))
     assert [row["part"] for row in rows] == ["decode", "mixed"]
 
 
