@@ -1,8 +1,11 @@
 """MXFP4 weights as FP8: exact values, the span of exponents that is exact, and what is refused."""
 
+import re
+
 import pytest
 import torch
 from moe_fp8 import experts, from_mxfp4
+from moe_fp8.serving.mxfp4 import compare
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -36,6 +39,7 @@ def dequantised(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def test_values_stay_exact(shape, span):
     packed, scales = drawn(*shape, span=span)
     weights, block_scales = from_mxfp4(packed, scales)
+    assert not compare(packed, scales, weights, block_scales)
     assert (weights.dtype, block_scales.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert torch.equal(dequantised(weights, block_scales), decoded(packed, scales))
     again = from_mxfp4(packed.view(torch.int8), scales.view(torch.uint8))
@@ -56,7 +60,10 @@ def test_a_span_of_15_is_refused_or_rounded():
     weights, block_scales = from_mxfp4(*spanning(-7, 7))
     assert torch.equal(dequantised(weights, block_scales), decoded(*spanning(-7, 7)))
     packed, scales = spanning(-8, 7)
-    message = r"^packed: 1 blocks .* span more than 14.*block \(0, 1\).*lossy=True"
+    message = (
+        r"^packed: small values are rounded in 1 blocks .* span at most 14; the first is block "
+        r"\(0, 1\) .* which spans 15; .* lossy=True rounds them$"
+    )
     with pytest.raises(ValueError, match=message):
         from_mxfp4(packed, scales)
     with pytest.raises(ValueError, match=r"block \(2, 0, 1\)"):
@@ -64,8 +71,11 @@ def test_a_span_of_15_is_refused_or_rounded():
             *(torch.stack((x, x, y)) for x, y in zip(spanning(0, 0), (packed, scales), strict=True))
         )
     # The halves, 2^-9, become zero; the largest value of the block is 6 * 2^7.
-    with pytest.warns(UserWarning, match=f"1 blocks .* the largest error is {2**-9 / 768:.1e} of"):
+    with pytest.warns(
+        UserWarning, match=f"in 1 blocks .* the largest error is {2**-9 / 768:.1e} of"
+    ):
         weights, block_scales = from_mxfp4(packed, scales, lossy=True)
+    assert re.search(r"in 1 blocks .* \(0, 1\)", compare(packed, scales, weights, block_scales))
     error = (dequantised(weights, block_scales) - decoded(packed, scales)).abs()
     assert error.count_nonzero() == 32 and error.max() == 0.5 * 2.0**-8, "halves become zero"
 

@@ -186,8 +186,8 @@ class Rounding:
         if not self.blocks:
             return ""
         return (
-            f"{len(self.blocks)} blocks of 128 x 128 have groups whose exponents span more than "
-            f"{SPAN}, so that small values are rounded; the first is block {self.blocks[0]} of "
-            f"{described(self.packed)}, which spans {self.span}; the largest error is "
-            f"{self.error:.1e} of a block's largest value"
+            f"small values are rounded in {len(self.blocks)} blocks of 128 x 128, because e4m3 "
+            f"holds groups whose exponents span at most {SPAN}; the first is block "
+            f"{self.blocks[0]} of {described(self.packed)}, which spans {self.span}; "
+            f"the largest error is {self.error:.1e} of a block's largest value"
         )
