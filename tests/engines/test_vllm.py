@@ -15,6 +15,7 @@ import torch
 from installed import engine
 from moe_fp8.serving import plugins
 from moe_fp8.serving import vllm as plugin
+from mxfp4_values import decoded, drawn
 from reference import Weights, layer, peer_of_a_sweep, wide
 
 from scripts.measuring.accuracy import calc_diff
@@ -437,15 +438,6 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
     assert torch.equal(out, modular(weights, x, topk_weights, ids))
 
 
-def packed(*shape: int, span: int = 14, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw MXFP4 weights as vLLM loads them: values and exponents in uint8."""
-    generator = torch.Generator().manual_seed(seed)
-    *rest, k = shape
-    values = torch.randint(256, (*rest, k // 2), generator=generator, dtype=torch.uint8)
-    exponents = torch.randint(110, 111 + span, (*rest, k // 32), generator=generator)
-    return values, exponents.to(torch.uint8)
-
-
 @pytest.fixture
 def loaded(selection, monkeypatch):
     """A function that makes vLLM's method of an MXFP4 checkpoint, for whose kernel vLLM chose
@@ -469,20 +461,12 @@ def loaded(selection, monkeypatch):
             module, FEW, H, WIDTH, params_dtype=torch.bfloat16, weight_loader=lambda *_: None
         )
         for of, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
-            values, exponents = packed(*shape, span=span)
+            values, exponents = drawn(*shape, span=span)
             getattr(module, f"{of}_weight").data.copy_(values)
-            getattr(module, f"{of}_weight_scale").data.copy_(exponents)
+            getattr(module, f"{of}_weight_scale").data.copy_(exponents.view(torch.uint8))
         return SimpleNamespace(method=method, layer=module, calls=calls)
 
     return make
-
-
-def values_of(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return what MXFP4 means in float64."""
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    table = torch.cat((table, -table))
-    decoded = torch.stack((table[(values % 16).long()], table[(values // 16).long()]), -1)
-    return decoded.flatten(-2) * 2.0 ** (exponents.double() - 127).repeat_interleave(32, -1)
 
 
 @pytest.mark.parametrize("limit", [None, 10.0])
@@ -499,7 +483,7 @@ def test_mxfp4_experts_run_as_fp8(limit, loaded, problem, monkeypatch, logged):
     weights.w2, weights.w2_scale = module.w2_weight.data, module.w2_weight_scale.data
     for of, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
         now = wide(getattr(weights, of), getattr(weights, f"{of}_scale").double())
-        assert torch.equal(now, values_of(*packed(*shape, span=12)))
+        assert torch.equal(now, decoded(*drawn(*shape, span=12)))
     x = problem[1]
     topk_weights, ids = problem[2][:, :FEW].softmax(dim=1).topk(2)
     ids = ids.int()
@@ -533,9 +517,9 @@ def test_mxfp4_experts_that_are_refused(asked, changes, why, loaded, monkeypatch
     assert line.startswith("moe_fp8 does not serve layers of 4 of 4 experts")
     assert re.search(why, line), line
     assert line.endswith("; vLLM's kernel does") and given.calls == [given.layer]
-    values, exponents = packed(FEW, 2 * WIDTH, H, span=changes.get("span", 12))
+    values, exponents = drawn(FEW, 2 * WIDTH, H, span=changes.get("span", 12))
     assert torch.equal(given.layer.w13_weight, values)
-    assert torch.equal(given.layer.w13_weight_scale, exponents)
+    assert torch.equal(given.layer.w13_weight_scale, exponents.view(torch.uint8))
 
 
 def test_mxfp4_experts_are_rounded_where_that_is_asked_for(loaded, monkeypatch, logged):
