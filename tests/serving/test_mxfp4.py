@@ -7,6 +7,7 @@ import pytest
 import torch
 from markers import backends, only
 from moe_fp8 import experts, from_mxfp4, quantise_rows
+from moe_fp8.serving import mxfp4
 from moe_fp8.serving.mxfp4 import compare
 from mxfp4_values import decoded, drawn
 
@@ -30,6 +31,19 @@ def test_values_stay_exact(shape, span):
     assert torch.equal(again[0].float(), weights.float()) and torch.equal(again[1], block_scales)
 
 
+def test_a_matrix_is_re_encoded_at_once(monkeypatch):
+    """Float32 copies of all experts would not fit beside them."""
+    decode, shapes = mxfp4.Matrix, []
+    monkeypatch.setattr(
+        mxfp4,
+        "Matrix",
+        lambda packed, scales: shapes.append(packed.shape) or decode(packed, scales),
+    )
+    tensors = drawn(3, 128, 256)
+    compare(*tensors, *from_mxfp4(*tensors))
+    assert shapes == 6 * [(128, 128)]
+
+
 def spanning(low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two blocks of ones times 2^0, in the second of which two groups have 0.5 * 2^low and
     6 * 2^high."""
@@ -50,10 +64,11 @@ def test_a_span_of_15_is_refused_or_rounded():
     )
     with pytest.raises(ValueError, match=message):
         from_mxfp4(packed, scales)
-    with pytest.raises(ValueError, match=r"block \(2, 0, 1\)"):
-        from_mxfp4(
-            *(torch.stack((x, x, y)) for x, y in zip(spanning(0, 0), (packed, scales), strict=True))
-        )
+    # The first of several is named, with its own span.
+    matrices = zip(spanning(0, 0), (packed, scales), spanning(-8, 12), strict=True)
+    message = r"in 2 blocks .* \(1, 0, 1\) .* which spans 15; "
+    with pytest.raises(ValueError, match=message):
+        from_mxfp4(*(torch.stack(tensors) for tensors in matrices))
     # The halves, 2^-9, become zero; the largest value of the block is 6 * 2^7.
     with pytest.warns(
         UserWarning, match=f"in 1 blocks .* the largest error is {2**-9 / 768:.1e} of"
@@ -126,14 +141,14 @@ def test_experts_take_them(sizes, backend):
     """A layer on re-encoded weights is the layer of the MXFP4 values in float32. On the CPU a layer
     of DeepSeek-V4's sizes takes minutes."""
     experts_, local, hidden, width, top_k, tokens = sizes
-    w13 = drawn(local, 2 * width, hidden, seed=1, lowest=116, span=6)
-    w2 = drawn(local, hidden, width, seed=2, lowest=116, span=6)
+    w13 = backend.to(drawn(local, 2 * width, hidden, seed=1, lowest=116, span=6))
+    w2 = backend.to(drawn(local, hidden, width, seed=2, lowest=116, span=6))
     generator = torch.Generator().manual_seed(3)
     ids = torch.rand(tokens, experts_, generator=generator).topk(top_k).indices.int()
     ids[0] = torch.arange(top_k)  # local experts
     weights = torch.rand(tokens, top_k, generator=generator)
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
-    tensors = [tensor for pair in (w13, w2) for tensor in from_mxfp4(*backend.to(pair))]
+    tensors = [tensor for pair in (w13, w2) for tensor in from_mxfp4(*pair)]
     options = {"num_experts": experts_, "swiglu_limit": LIMIT}
     out = backend.run(experts, ids, weights, x, *tensors, **options)
     # The tokens' own rounding is not the weights'.
@@ -142,8 +157,8 @@ def test_experts_take_them(sizes, backend):
     expected = torch.zeros(tokens, hidden, device=backend.device)
     for expert in range(local):
         first, second = (decoded(pair[0][expert], pair[1][expert]) for pair in (w13, w2))
-        gate, up = (tokens_of @ backend.to(first.float()).t()).chunk(2, dim=1)
+        gate, up = (tokens_of @ first.float().t()).chunk(2, dim=1)
         middle = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
         share = backend.to(weights.where(ids == expert, 0).sum(1, keepdim=True))
-        expected += share * (middle @ backend.to(second.float()).t())
+        expected += share * (middle @ second.float().t())
     assert calc_diff(out, expected.cpu()) < 1e-3

@@ -18,7 +18,7 @@ def drawn(
 
 def decoded(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the values of MXFP4 in float64, by a table."""
-    table = torch.tensor(E2M1, dtype=torch.float64)
+    table = torch.tensor(E2M1, dtype=torch.float64, device=packed.device)
     values = torch.stack((table[(packed % 16).long()], table[(packed // 16).long()]), -1).flatten(
         -2
     )
