@@ -327,38 +327,73 @@ def test_weights_of_another_kind(name, value, why, registered, caplog):
     assert why in caplog.text and method.runner.runner_backend.is_triton()
 
 
-@pytest.mark.parametrize("converted", [True, False])
-def test_weights_that_are_fp8_once_they_are_loaded(converted, registered, caplog):
-    """SGLANG_DSV4_FP4_DEQUANT: as SGLang converts them, which then decides."""
+@pytest.fixture
+def in_fp4(registered):
+    """A function that makes SGLang's method and a layer that it has loaded in MXFP4."""
     generator = torch.Generator().manual_seed(4)
 
-    def fp4(*size: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    def fp4(span: int, *size: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
         """Two values a byte, and a power of two for each 32."""
         packed = torch.randint(-128, 128, (*size[:2], size[2] // 2), generator=generator)
-        scale = 2.0 ** torch.randint(-6, 0, (*size[:2], size[2] // 32), generator=generator)
-        return tuple(
-            torch.nn.Parameter(t, requires_grad=False) for t in (packed.to(torch.int8), scale)
-        )
+        power = torch.randint(-6, span - 5, (*size[:2], size[2] // 32), generator=generator)
+        parameters = packed.to(torch.int8), 2.0**power
+        return tuple(torch.nn.Parameter(tensor, requires_grad=False) for tensor in parameters)
 
-    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    method.is_fp4_expert, method.dequant_fp4_to_fp8 = True, converted
-    method.use_mxfp8 = method.convert_mxfp8_to_block = False
+    def make(
+        converted: bool, span: int = 5, experts: int = LOCAL
+    ) -> tuple[Fp8MoEMethod, torch.nn.Module]:
+        method, module = method_and_layer(Weights(experts, H, WIDTH))
+        method.is_fp4_expert, method.dequant_fp4_to_fp8 = True, converted
+        method.use_mxfp8 = method.convert_mxfp8_to_block = False
+        module.w13_weight, module.w13_weight_scale_inv = fp4(span, experts, 2 * WIDTH, H)
+        module.w2_weight, module.w2_weight_scale_inv = fp4(span, experts, H, WIDTH)
+        return method, module
+
+    return make
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
+    """SGLANG_DSV4_FP4_DEQUANT: as SGLang converts them, which then decides."""
+    method, module = in_fp4(converted)
     of = Weights.__new__(Weights)
-    module.w13_weight, module.w13_weight_scale_inv = fp4(LOCAL, 2 * WIDTH, H)
-    module.w2_weight, module.w2_weight_scale_inv = fp4(LOCAL, H, WIDTH)
     method.create_moe_runner(module, config_of())
     assert not caplog.records and method.runner.runner_backend.is_triton()
     with caplog.at_level(logging.INFO, plugin.__name__):
         for _ in range(2):
             method.process_weights_after_loading(module)
     assert caplog.text.count("moe_fp8 serves layers") == converted
-    assert caplog.text.count("weights of torch.int8; SGLang's") == (not converted)
+    assert caplog.text.count("weights of torch.int8 (SGLANG_DSV4_FP4_DEQUANT=1") == (not converted)
     if converted:
         of.w13, of.w13_scale = module.w13_weight.data, module.w13_weight_scale_inv.data
         of.w2, of.w2_scale = module.w2_weight.data, module.w2_weight_scale_inv.data
         given = tokens(local_ids())
         out = method.apply(module, given).hidden_states
         assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
+
+
+@pytest.mark.parametrize("asked", ["", "lossy"])
+def test_values_that_sglang_rounds(asked, in_fp4, monkeypatch, caplog):
+    """SGLang does not say so. Its own kernel runs, unless the user asks for rounding."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    method, module = in_fp4(True, span=15, experts=2)
+    method.create_moe_runner(module, config_of())
+    method.process_weights_after_loading(module)
+    assert method.runner.runner_backend.is_triton() != bool(asked)
+    lines = [record.getMessage() for record in caplog.records]
+    first = next(line for line in lines if "as SGLang converted it" in line)
+    assert re.search(r"layer 3, w13_weight, .*block \(0, 0, 0\) .* spans 15; the largest", first)
+    assert first.endswith("packed weights; SGLang's kernel does") != bool(asked)
+
+
+def test_zeros_of_a_large_exponent_are_no_reason_to_round(in_fp4, caplog):
+    """SGLang rounds a block with such a group; the values decide, not the exponents."""
+    method, module = in_fp4(True, experts=2)
+    module.w2_weight.data[1, 0, :16], module.w2_weight_scale_inv.data[1, 0, 0] = 0, 2.0**12
+    method.create_moe_runner(module, config_of())
+    method.process_weights_after_loading(module)
+    assert method.runner.runner_backend.is_triton()
+    assert "layer 3, w2_weight, as SGLang converted it: small values" in caplog.text
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):

@@ -15,12 +15,14 @@ import torch
 from installed import engine
 from moe_fp8.serving import plugins
 from moe_fp8.serving import vllm as plugin
-from reference import Weights, layer, peer_of_a_sweep
+from mxfp4_values import decoded, drawn
+from reference import Weights, layer, peer_of_a_sweep, wide
 
 from scripts.measuring.accuracy import calc_diff
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.serving import vllm_experts  # noqa: E402
+from vllm import logger as vllm_logger  # noqa: E402
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
@@ -37,6 +39,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (  # 
 )
 from vllm.model_executor.layers.fused_moe.router import grouped_topk_router  # noqa: E402
 from vllm.model_executor.layers.quantization import fp8 as engine_fp8  # noqa: E402
+from vllm.model_executor.layers.quantization import mxfp4 as engine_mxfp4  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
@@ -44,6 +47,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 E, H, WIDTH, K, GROUPS, KEPT, FACTOR = 64, 512, 256, 8, 8, 4, 2.5
+FEW = 4  # experts in MXFP4
 QUANTISATION = "vllm.model_executor.layers.quantization."
 OTHERS = ("modelopt", "online.fp8", "quark.quark_moe",
           "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8")  # fmt: skip
@@ -51,6 +55,7 @@ QUANTISERS = [oracle, engine_fp8]
 for other in OTHERS:
     with contextlib.suppress(ModuleNotFoundError):  # of other versions
         QUANTISERS.append(importlib.import_module(QUANTISATION + other))
+W4A8 = f"{QUANTISATION}compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4"
 KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 
 
@@ -310,6 +315,8 @@ def logged():
             if "moe_fp8" in record.getMessage():
                 lines.append(record.getMessage())
 
+    vllm_logger._print_info_once.cache_clear()
+    vllm_logger._print_warning_once.cache_clear()
     lines: list[str] = []
     handler, logger = Collecting(), logging.getLogger("vllm")
     level = logger.level
@@ -332,6 +339,10 @@ def selection(monkeypatch):
     plugin.register()
     assert {getattr(module, plugin.SELECT) for module in QUANTISERS} == {theirs}, "off by default"
     monkeypatch.setenv(plugins.VLLM, "1")
+    for name in ("Mxfp4MoEMethod", "GptOssMxfp4MoEMethod"):  # what the plugin wraps
+        method = getattr(engine_mxfp4, name)
+        name = "process_weights_after_loading"
+        monkeypatch.setattr(method, name, vars(method)[name])
     monkeypatch.setitem(sys.modules, "blocked", None)  # so that its import fails
     plugin.register()
     plugin.register()
@@ -426,6 +437,110 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
         shared_experts=None, shared_experts_input=None,
     )  # fmt: skip
     assert torch.equal(out, modular(weights, x, topk_weights, ids))
+
+
+@pytest.fixture
+def loaded(selection, monkeypatch):
+    """A function that makes vLLM's method of an MXFP4 checkpoint, for whose kernel vLLM chose
+    Marlin, with a loaded layer. vLLM's own work on the weights is noted."""
+    calls: list[Any] = []
+
+    def make(name: str = "Mxfp4MoEMethod", span: int = 12, **changes: Any) -> SimpleNamespace:
+        choice = engine_mxfp4.Mxfp4MoeBackend.MARLIN, None
+        for choose in ("select_deepseek_v4_mxfp4_moe_backend", "select_mxfp4_moe_backend"):
+            monkeypatch.setattr(engine_mxfp4, choose, lambda *_: choice)
+        numbers = {f"num_{which}experts": FEW for which in ("", "local_", "logical_")}
+        config = config_of(**numbers, experts_per_token=2, **changes)
+        module_of = engine_mxfp4 if hasattr(engine_mxfp4, name) else pytest.importorskip(W4A8)
+        method = getattr(module_of, name)(config)
+        monkeypatch.setattr(method, "_setup_kernel", lambda layer, *_: calls.append(layer))
+        module = torch.nn.Module()
+        module.layer_name = "model.layers.3.mlp.experts"
+        module._expert_routing_tables = lambda: None
+        module.global_num_experts, module.expert_map = FEW, None
+        module.activation, module.apply_router_weight_on_input = config.activation, False
+        method.create_weights(
+            module, FEW, H, WIDTH, params_dtype=torch.bfloat16, weight_loader=lambda *_: None
+        )
+        for of, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
+            values, exponents = drawn(*shape, span=span)
+            weight = f"{of}_weight" if hasattr(module, f"{of}_weight") else f"{of}_weight_packed"
+            getattr(module, weight).data.copy_(values)
+            getattr(module, f"{of}_weight_scale").data.copy_(exponents.view(torch.uint8))
+        return SimpleNamespace(method=method, layer=module, calls=calls)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("Mxfp4MoEMethod", None),
+        ("Mxfp4MoEMethod", 10.0),
+        ("CompressedTensorsW4A8Mxfp4MoEMethod", None),
+    ],
+)
+def test_mxfp4_experts_run_as_fp8(name, limit, loaded, problem, monkeypatch, logged):
+    """vLLM's method, as it loads DeepSeek-V4: the same values in FP8, and our kernel."""
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    given = loaded(name, swiglu_limit=limit)
+    given.method.process_weights_after_loading(given.layer)
+    assert not given.calls
+    assert logged == ["moe_fp8 serves layers of 4 of 4 experts, top 2, 512 x 256, re-encoded "
+                      "from MXFP4"]  # fmt: skip
+    module, weights = given.layer, Weights.__new__(Weights)
+    weights.w13, weights.w13_scale = module.w13_weight.data, module.w13_weight_scale.data
+    weights.w2, weights.w2_scale = module.w2_weight.data, module.w2_weight_scale.data
+    for of, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
+        now = wide(getattr(weights, of), getattr(weights, f"{of}_scale").double())
+        assert torch.equal(now, decoded(*drawn(*shape, span=12)))
+    x = problem[1]
+    topk_weights, ids = problem[2][:, :FEW].softmax(dim=1).topk(2)
+    ids = ids.int()
+    out = given.method.apply(module, x, topk_weights, ids, None, None)
+
+    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return SiluAndMulWithClamp(limit or 1e30, 1.0, 0.0).forward_native(torch.cat((gate, up)))
+
+    assert calc_diff(out, layer(x, ids, topk_weights, weights, clamped)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "why"),
+    [
+        ("", {}, r"weights in MXFP4 \(MOE_FP8_MXFP4=exact re-encodes them as FP8, with twice"),
+        ("exact", {"span": 15}, r"model.layers.3.mlp.experts.w13_weight: .* in \d+ blocks .* "
+         r"at most 14; the first is block \(0, 0, 0\) of .*, which spans 15; the largest error "
+         "is .*; MOE_FP8_MXFP4=lossy rounds them"),
+        ("exact", {"moe_backend": "marlin"}, "--moe-backend marlin is asked for"),
+        ("exact", {"name": "GptOssMxfp4MoEMethod", "has_bias": True,
+                   "activation": MoEActivation.SWIGLUOAI}, "SWIGLUOAI activation"),
+        ("exact", {"name": "GptOssMxfp4MoEMethod", "has_bias": True}, "experts with a bias"),
+    ],
+)  # fmt: skip
+def test_mxfp4_experts_that_are_refused(asked, changes, why, loaded, monkeypatch, logged):
+    """vLLM goes on with the weights as loaded."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    given = loaded(**changes)
+    given.method.process_weights_after_loading(given.layer)
+    (line,) = logged
+    assert line.startswith("moe_fp8 does not serve layers of 4 of 4 experts")
+    assert re.search(why, line), line
+    assert line.endswith("; vLLM's kernel does") and given.calls == [given.layer]
+    values, exponents = drawn(FEW, 2 * WIDTH, H, span=changes.get("span", 12))
+    assert torch.equal(given.layer.w13_weight, values)
+    assert torch.equal(given.layer.w13_weight_scale, exponents.view(torch.uint8))
+
+
+def test_mxfp4_experts_are_rounded_where_that_is_asked_for(loaded, monkeypatch, logged):
+    monkeypatch.setenv(plugins.MXFP4, "lossy")
+    given = loaded(span=15)
+    given.method.process_weights_after_loading(given.layer)
+    *warnings, served = logged
+    assert not given.calls and served.startswith("moe_fp8 serves layers")
+    for line, of in zip(warnings, ("w13", "w2"), strict=True):
+        assert line.startswith(f"moe_fp8: model.layers.3.mlp.experts.{of}_weight: ")
+    assert given.layer.w2_weight.dtype is torch.float8_e4m3fn
 
 
 def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):
@@ -527,9 +642,31 @@ def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypat
     assert [getattr(module, plugin.SELECT, None) for module in QUANTISERS] == before
 
 
-def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
-    monkeypatch.setenv(plugins.VLLM, "yes")
-    with pytest.raises(ValueError, match="MOE_FP8_VLLM='yes': expected 1"):
+@pytest.mark.parametrize("path", plugin.NEEDED_FOR_MXFP4)
+def test_a_vllm_whose_mxfp4_experts_changed_keeps_them(path, selection, monkeypatch, logged):
+    """Other layers are served."""
+    theirs = engine_mxfp4.Mxfp4MoEMethod.process_weights_after_loading
+    monkeypatch.setattr(oracle, plugin.SELECT, selection.others)
+    without(path)(monkeypatch)
+    plugin.register()
+    (line,) = logged
+    assert line.startswith("moe_fp8 leaves experts in MXFP4 to vLLM, which lacks ")
+    assert path.replace(":", ".") in line
+    assert isinstance(getattr(oracle, plugin.SELECT), plugin.Selection)
+    assert engine_mxfp4.Mxfp4MoEMethod.process_weights_after_loading is theirs
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({plugins.VLLM: "yes"}, "MOE_FP8_VLLM='yes': expected 1"),
+        ({plugins.VLLM: "1", plugins.MXFP4: "1"}, "MOE_FP8_MXFP4='1': expected exact"),
+    ],
+)
+def test_a_switch_that_is_neither_on_nor_off(variables, message, monkeypatch):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
         plugin.register()
 
 

@@ -430,7 +430,7 @@ def test_every_environment_variable_that_is_read_is_documented_and_no_other() ->
     sources = [ROOT / "run.py", *(p for folder in folders for p in (ROOT / folder).rglob("*.py"))]
     text = "\n".join(path.read_text("utf-8") for path in sources)
     named = set(re.findall(r"environ(?:\.get\(|\.setdefault\(|\[)\s*\"(\w+)\"", text))
-    named |= set(re.findall(r"\"((?:MOE_FP8|PTXEMU)_[A-Z_]+)\"", text))
+    named |= set(re.findall(r"\"((?:MOE_FP8|PTXEMU)_[A-Z0-9_]+)\"", text))
     # The DSL's and vLLM's own, and those of what runs the tests.
     foreign = "CUTE_DSL_|VLLM_|PYTEST_XDIST_|OMP_|STAND_IN"
     others = {name for name in named if re.match(foreign, name)}

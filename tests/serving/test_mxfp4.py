@@ -1,29 +1,17 @@
 """MXFP4 weights as FP8: exact values, the span of exponents that is exact, and what is refused."""
 
+import re
+from typing import NamedTuple
+
 import pytest
 import torch
-from moe_fp8 import experts, from_mxfp4
+from markers import backends, only
+from moe_fp8 import experts, from_mxfp4, quantise_rows
+from moe_fp8.serving import mxfp4
+from moe_fp8.serving.mxfp4 import compare
+from mxfp4_values import decoded, drawn
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def drawn(*shape: int, span: int = 14, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw packed values and e8m0 scales of `[..., N, K]` weights whose exponents span `span`."""
-    generator = torch.Generator().manual_seed(seed)
-    *rest, k = shape
-    packed = torch.randint(256, (*rest, k // 2), generator=generator, dtype=torch.uint8)
-    exponents = torch.randint(110, 111 + span, (*rest, k // 32), generator=generator)
-    return packed, exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def decoded(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the values of MXFP4 in float64, by a table."""
-    table = torch.tensor(E2M1, dtype=torch.float64)
-    values = torch.stack((table[(packed % 16).long()], table[(packed // 16).long()]), -1).flatten(
-        -2
-    )
-    power = 2.0 ** (scales.view(torch.uint8).double() - 127)
-    return values * power.repeat_interleave(32, -1)
+from scripts.measuring.accuracy import calc_diff
 
 
 def dequantised(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -36,10 +24,24 @@ def dequantised(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def test_values_stay_exact(shape, span):
     packed, scales = drawn(*shape, span=span)
     weights, block_scales = from_mxfp4(packed, scales)
+    assert not compare(packed, scales, weights, block_scales)
     assert (weights.dtype, block_scales.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert torch.equal(dequantised(weights, block_scales), decoded(packed, scales))
     again = from_mxfp4(packed.view(torch.int8), scales.view(torch.uint8))
     assert torch.equal(again[0].float(), weights.float()) and torch.equal(again[1], block_scales)
+
+
+def test_a_matrix_is_re_encoded_at_once(monkeypatch):
+    """Float32 copies of all experts would not fit beside them."""
+    decode, shapes = mxfp4.Matrix, []
+    monkeypatch.setattr(
+        mxfp4,
+        "Matrix",
+        lambda packed, scales: shapes.append(packed.shape) or decode(packed, scales),
+    )
+    tensors = drawn(3, 128, 256)
+    compare(*tensors, *from_mxfp4(*tensors))
+    assert shapes == 6 * [(128, 128)]
 
 
 def spanning(low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,16 +58,23 @@ def test_a_span_of_15_is_refused_or_rounded():
     weights, block_scales = from_mxfp4(*spanning(-7, 7))
     assert torch.equal(dequantised(weights, block_scales), decoded(*spanning(-7, 7)))
     packed, scales = spanning(-8, 7)
-    message = r"^packed: 1 blocks .* span more than 14.*block \(0, 1\).*lossy=True"
+    message = (
+        r"^packed: small values are rounded in 1 blocks .* span at most 14; the first is block "
+        r"\(0, 1\) .* which spans 15; .* lossy=True rounds them$"
+    )
     with pytest.raises(ValueError, match=message):
         from_mxfp4(packed, scales)
-    with pytest.raises(ValueError, match=r"block \(2, 0, 1\)"):
-        from_mxfp4(
-            *(torch.stack((x, x, y)) for x, y in zip(spanning(0, 0), (packed, scales), strict=True))
-        )
+    # The first of several is named, with its own span.
+    matrices = zip(spanning(0, 0), (packed, scales), spanning(-8, 12), strict=True)
+    message = r"in 2 blocks .* \(1, 0, 1\) .* which spans 15; "
+    with pytest.raises(ValueError, match=message):
+        from_mxfp4(*(torch.stack(tensors) for tensors in matrices))
     # The halves, 2^-9, become zero; the largest value of the block is 6 * 2^7.
-    with pytest.warns(UserWarning, match=f"1 blocks .* the largest error is {2**-9 / 768:.1e} of"):
+    with pytest.warns(
+        UserWarning, match=f"in 1 blocks .* the largest error is {2**-9 / 768:.1e} of"
+    ):
         weights, block_scales = from_mxfp4(packed, scales, lossy=True)
+    assert re.search(r"in 1 blocks .* \(0, 1\)", compare(packed, scales, weights, block_scales))
     error = (dequantised(weights, block_scales) - decoded(packed, scales)).abs()
     assert error.count_nonzero() == 32 and error.max() == 0.5 * 2.0**-8, "halves become zero"
 
@@ -105,25 +114,51 @@ def test_arguments_that_are_refused(change, message):
         from_mxfp4(*change(*spanning(0, 0)))
 
 
-def test_experts_take_them():
-    """A layer on re-encoded weights is the layer on FP8 weights of the same values."""
-    tokens, local, hidden, width = 5, 4, 256, 128
-    w13, w2 = drawn(local, 2 * width, hidden, span=3), drawn(local, hidden, width, span=3, seed=1)
-    ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % local
-    weights = torch.full((tokens, 2), 0.5)
-    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
-    (first, first_scale), (second, second_scale) = from_mxfp4(*w13), from_mxfp4(*w2)
-    out = experts(ids, weights, x, first, first_scale, second, second_scale).double()
+class Layer(NamedTuple):
+    """Sizes of a layer. A rank holds `local` of the experts."""
 
-    def dense(token: int) -> torch.Tensor:
-        total = torch.zeros(hidden, dtype=torch.float64)
-        for expert in ids[token].tolist():
-            up_gate = decoded(*(each[expert] for each in w13)) @ x[token].double()
-            gate, up = up_gate.chunk(2)
-            middle = torch.nn.functional.silu(gate) * up
-            total += 0.5 * (decoded(*(each[expert] for each in w2)) @ middle)
-        return total
+    experts: int
+    local: int
+    hidden: int
+    width: int
+    top_k: int
+    tokens: int
 
-    expected = torch.stack([dense(token) for token in range(tokens)])
-    cosine = torch.nn.functional.cosine_similarity(out.flatten(), expected.flatten(), dim=0)
-    assert cosine > 0.998, "only activations are rounded"
+
+SMALL = Layer(16, 4, 256, 128, 3, 5)
+FLASH, PRO = Layer(256, 32, 4096, 2048, 6, 64), Layer(384, 48, 7168, 3072, 6, 64)
+"""DeepSeek-V4's layers on one of eight ranks. FLASH: the defaults of SGLang's DeepSeekV4Config
+(srt/configs/deepseek_v4.py). PRO: vLLM (models/deepseek_v4/amd/mono/dims.py)."""
+LIMIT = 10.0
+"""The `swiglu_limit` of DeepSeek-V4 (Transformers' DeepseekV4Config)."""
+
+
+@backends("cpu", "emulator", "gpu")
+@pytest.mark.parametrize(
+    "sizes", [SMALL, *only("gpu", (FLASH,), (PRO,))], ids=["small", "flash", "pro"]
+)
+def test_experts_take_them(sizes, backend):
+    """A layer on re-encoded weights is the layer of the MXFP4 values in float32. On the CPU a layer
+    of DeepSeek-V4's sizes takes minutes."""
+    experts_, local, hidden, width, top_k, tokens = sizes
+    w13 = backend.to(drawn(local, 2 * width, hidden, seed=1, lowest=116, span=6))
+    w2 = backend.to(drawn(local, hidden, width, seed=2, lowest=116, span=6))
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(tokens, experts_, generator=generator).topk(top_k).indices.int()
+    ids[0] = torch.arange(top_k)  # local experts
+    weights = torch.rand(tokens, top_k, generator=generator)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    tensors = [tensor for pair in (w13, w2) for tensor in from_mxfp4(*pair)]
+    options = {"num_experts": experts_, "swiglu_limit": LIMIT}
+    out = backend.run(experts, ids, weights, x, *tensors, **options)
+    # The tokens' own rounding is not the weights'.
+    rows, row_scales = quantise_rows(x)
+    tokens_of = backend.to(rows.float() * row_scales.t().repeat_interleave(128, 1))
+    expected = torch.zeros(tokens, hidden, device=backend.device)
+    for expert in range(local):
+        first, second = (decoded(pair[0][expert], pair[1][expert]) for pair in (w13, w2))
+        gate, up = (tokens_of @ first.float().t()).chunk(2, dim=1)
+        middle = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+        share = backend.to(weights.where(ids == expert, 0).sum(1, keepdim=True))
+        expected += share * (middle @ second.float().t())
+    assert calc_diff(out, expected.cpu()) < 1e-3

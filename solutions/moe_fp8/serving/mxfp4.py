@@ -8,7 +8,7 @@ So a block of 128 x 128 is exact while its groups' exponents span at most 14.
 
 import itertools
 import warnings
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
@@ -46,37 +46,51 @@ def from_mxfp4(
         ValueError: a shape, type or device is wrong, a scale is NaN, or a block would not be exact;
             the message names the argument or the block.
     """
-    _check(packed, scales)
-    *leading, n, half = packed.shape
-    k = 2 * half
-    exponents = scales.view(torch.uint8)
-    weights = packed.new_empty((*leading, n, k), dtype=torch.float8_e4m3fn)
-    block_scales = packed.new_empty((*leading, n // BLOCK, k // BLOCK), dtype=torch.float32)
-    rounded: list[tuple[int, ...]] = []
-    largest = 0.0
-    for place in itertools.product(*map(range, leading)):  # a matrix at once, to save memory
-        matrix = _encode(packed[place], exponents[place])
-        weights[place], block_scales[place] = matrix.weights, matrix.block_scales
-        rounded += [(*place, *block) for block in matrix.rounded]
-        largest = max(largest, matrix.error)
+    weights, block_scales, rounded = encode(packed, scales)
     if rounded:
-        text = (
-            f"{len(rounded)} blocks of 128 x 128 have groups whose exponents span more than "
-            f"{SPAN}, so that small values are rounded; the first is block {rounded[0]} of "
-            f"{described(packed)}"
-        )
         if not lossy:
-            raise ValueError(f"packed: {text}; lossy=True rounds them")
-        error = f"the largest error is {largest:.1e} of a block's largest value"
-        warnings.warn(f"from_mxfp4: {text}; {error}", stacklevel=2)
+            raise ValueError(f"packed: {rounded}; lossy=True rounds them")
+        warnings.warn(f"from_mxfp4: {rounded}", stacklevel=2)
     return weights, block_scales
 
 
-class _Matrix(NamedTuple):
-    weights: torch.Tensor  # (N, K) float8_e4m3fn
-    block_scales: torch.Tensor  # (N/128, K/128) float32
-    rounded: list[tuple[int, ...]]  # the blocks with rounded values
-    error: float  # the largest, over the largest value of its block
+def encode(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Re-encode MXFP4 weights. Also return which values were rounded, "" if none was."""
+    _check(packed, scales)
+    *leading, n, half = packed.shape
+    weights = packed.new_empty((*leading, n, 2 * half), dtype=torch.float8_e4m3fn)
+    block_scales = packed.new_empty((*leading, n // BLOCK, 2 * half // BLOCK), dtype=torch.float32)
+    rounding = Rounding(packed)
+    for place in _matrices(packed):
+        matrix = Matrix(packed[place], scales[place])
+        top = matrix.top()
+        weights[place] = matrix.values(top - HIGHEST).to(torch.float8_e4m3fn)
+        block_scales[place] = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - HIGHEST)
+        rounding.add(place, matrix, weights[place], top - HIGHEST)
+    return weights, block_scales, rounding.text()
+
+
+def compare(
+    packed: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, block_scales: torch.Tensor
+) -> str:
+    """Return which values differ in FP8 weights that somebody else made of MXFP4 weights, "" if
+    none does.
+
+    Args:
+        packed: as in `from_mxfp4`, and `scales`.
+        weights: as `from_mxfp4` returns them, and `block_scales`, powers of two.
+    """
+    _check(packed, scales)
+    rounding = Rounding(packed)
+    for place in _matrices(packed):
+        exponents = torch.frexp(block_scales[place]).exponent - 1
+        rounding.add(place, Matrix(packed[place], scales[place]), weights[place], exponents)
+    return rounding.text()
+
+
+def _matrices(packed: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """Return the places of the matrices. One is re-encoded at once, to save memory."""
+    return itertools.product(*map(range, packed.shape[:-2]))
 
 
 def _check(packed: torch.Tensor, scales: torch.Tensor) -> None:
@@ -106,31 +120,74 @@ def _check(packed: torch.Tensor, scales: torch.Tensor) -> None:
         raise ValueError("scales: expected powers of two, got NaN")
 
 
-def _encode(packed: torch.Tensor, exponents: torch.Tensor) -> _Matrix:
-    """Re-encode one matrix, `[N, K/2]` and `[N, K/32]` uint8."""
-    codes = torch.stack((packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4), dim=-1)
-    codes = codes.flatten(-2)  # (N, K)
-    n, k = codes.shape
-    magnitude = torch.tensor(E2M1, device=codes.device)[(codes & 7).int()]
-    # (N/128, 128, K/128, 4, 32): the groups of a block
-    blocks = (n // BLOCK, BLOCK, k // BLOCK, BLOCK // GROUP, GROUP)
-    is_zero = (magnitude == 0).view(blocks)
-    power = exponents.view(blocks[:-1]).int() - BIAS
-    # A group of zeros has any exponent: it does not count.
-    counts = ~is_zero.all(-1)
-    top = power.masked_fill(~counts, LEAST_EXPONENT + HIGHEST).amax((1, 3))  # (N/128, K/128)
-    top = top.clamp(min=LEAST_EXPONENT + HIGHEST)
-    shift = (power - top[:, None, :, None] + HIGHEST).repeat_interleave(GROUP, -1).view(n, k)
-    signed = torch.where(codes >= 8, -magnitude, magnitude)
-    values = torch.ldexp(signed, shift)
-    quantised = values.to(torch.float8_e4m3fn)
-    # Tiny values become zero before they are rounded.
-    exact = (quantised.float() == values) & ((values == 0) == (magnitude == 0))
-    wrong = ~exact.view(blocks).flatten(3).all(-1).all(1)
-    scale = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - HIGHEST)
-    rounded, error = [tuple(block) for block in wrong.nonzero().tolist()], 0.0
-    if rounded:
-        of_block = (n // BLOCK, BLOCK, k // BLOCK, BLOCK)
-        errors = (quantised.float() - values).abs().view(of_block).amax((1, 3))
-        error = float((errors / values.abs().view(of_block).amax((1, 3)))[wrong].max())
-    return _Matrix(quantised, scale, rounded, error)
+class Matrix:
+    """A decoded matrix of `[N, K/2]` packed values and `[N, K/32]` exponents."""
+
+    def __init__(self, packed: torch.Tensor, scales: torch.Tensor):
+        codes = torch.stack((packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4), dim=-1)
+        codes = codes.flatten(-2)  # (N, K)
+        magnitude = torch.tensor(E2M1, device=codes.device)[(codes & 7).int()]
+        self.signed = torch.where(codes >= 8, -magnitude, magnitude)
+        n, k = codes.shape
+        # (N/128, 128, K/128, 4, 32): the groups of a block
+        self.blocks = (n // BLOCK, BLOCK, k // BLOCK, BLOCK // GROUP, GROUP)
+        self.power = scales.view(torch.uint8).view(self.blocks[:-1]).int() - BIAS
+        # A group of zeros has any exponent: it does not count.
+        self.counts = (magnitude != 0).view(self.blocks).any(-1)
+
+    def top(self) -> torch.Tensor:
+        """Return each block's largest exponent `[N/128, K/128]`."""
+        least = LEAST_EXPONENT + HIGHEST
+        return self.power.masked_fill(~self.counts, least).amax((1, 3)).clamp(min=least)
+
+    def span(self) -> torch.Tensor:
+        """Return the distance of each block's largest and smallest exponent."""
+        largest = self.power.masked_fill(~self.counts, -BIAS).amax((1, 3))
+        return largest - self.power.masked_fill(~self.counts, BIAS).amin((1, 3))
+
+    def values(self, exponents: torch.Tensor) -> torch.Tensor:
+        """Return the values divided by two to the power of each block's exponent."""
+        shift = (self.power - exponents[:, None, :, None]).masked_fill(~self.counts, 0)
+        return torch.ldexp(self.signed, shift.repeat_interleave(GROUP, -1).view_as(self.signed))
+
+
+class Rounding:
+    """The blocks whose values were rounded, and the largest error."""
+
+    def __init__(self, packed: torch.Tensor):
+        self.packed = packed
+        self.blocks: list[tuple[int, ...]] = []
+        self.span, self.error = 0, 0.0
+
+    def add(
+        self,
+        place: tuple[int, ...],
+        matrix: Matrix,
+        weights: torch.Tensor,
+        exponents: torch.Tensor,
+    ) -> None:
+        """Compare a matrix with its FP8 weights `[N, K]` and the exponents of their scales."""
+        n, _, k, *_ = matrix.blocks
+        of_block = (n, BLOCK, k, BLOCK)
+        values, given = matrix.values(exponents), weights.float()
+        # Tiny values become zero before they are rounded.
+        exact = (given == values) & ((values == 0) == (matrix.signed == 0))
+        wrong = ~exact.view(of_block).all(-1).all(1)
+        if blocks := wrong.nonzero().tolist():
+            if not self.blocks:
+                self.span = int(matrix.span()[tuple(blocks[0])])
+            self.blocks += [(*place, *block) for block in blocks]
+            errors = (given - values).abs().view(of_block).amax((1, 3))
+            relative = errors / values.abs().view(of_block).amax((1, 3))
+            self.error = max(self.error, float(relative[wrong].max()))
+
+    def text(self) -> str:
+        """Describe the rounded blocks. Return "" if there are none."""
+        if not self.blocks:
+            return ""
+        return (
+            f"small values are rounded in {len(self.blocks)} blocks of 128 x 128, because e4m3 "
+            f"holds groups whose exponents span at most {SPAN}; the first is block "
+            f"{self.blocks[0]} of {described(self.packed)}, which spans {self.span}; "
+            f"the largest error is {self.error:.1e} of a block's largest value"
+        )

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 
 from ..api import batched_experts, experts
+from .mxfp4 import compare
 from .plugins import (
     BLOCK_SHAPE,
+    LOSSY,
+    MXFP4,
     SGLANG,
     accurate,
     asked_for,
     describe_layers,
     in_words,
     lacking,
+    reencoding,
     why_not_here,
     why_off,
     why_refused,
@@ -34,6 +38,8 @@ TRIED = "0.5.19 to 0.5.23"
 BACKEND = "moe_fp8"
 MOE = "sglang.srt.layers.moe"
 METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
+CONVERT = "SGLANG_DSV4_FP4_DEQUANT"
+"""SGLang's environment variable that converts MXFP4 experts to FP8 when they are loaded."""
 DISPATCHER = f"{MOE}.token_dispatcher"
 SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
 """The first fields of tokens that DeepEP has sent."""
@@ -208,7 +214,7 @@ def create_moe_runner(
     """Wrap `Fp8MoEMethod.create_moe_runner`: choose the runner, or postpone the choice. Hooks name
     their parameters as SGLang does."""
     result = original(method, layer, moe_runner_config, *more, **named)
-    choose(method, layer, moe_runner_config, loaded=False)
+    choose(method, layer, moe_runner_config)
     return result
 
 
@@ -216,21 +222,58 @@ def process_weights_after_loading(
     original: Any, method: Any, layer: Any, *more: Any, **named: Any
 ) -> Any:
     """Wrap the method of this name: it may convert weights, such as FP4 to FP8, so choose now."""
+    loaded = packed_weights(layer)
     result = original(method, layer, *more, **named)
     if (config := postponed.pop(method, None)) is not None:
-        choose(method, layer, config, loaded=True)
+        choose(method, layer, config, loaded)
     return result
 
 
-def choose(method: Any, layer: Any, config: Any, loaded: bool) -> None:
-    """Replace a layer's runner if the layer is served, and log the decision."""
+def packed_weights(layer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return a layer's MXFP4 weights and their scales, by name."""
+    parameters = {
+        name: (getattr(layer, name, None), getattr(layer, f"{name}_scale_inv", None))
+        for name in ("w13_weight", "w2_weight")
+    }
+    return {
+        name: (weight.data, scale.data)
+        for name, (weight, scale) in parameters.items()
+        if weight is not None and scale is not None and weight.dtype is torch.int8
+    }
+
+
+def why_rounded(
+    layer: Any, config: Any, loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> str:
+    """Return which values SGLang rounded when it converted MXFP4 weights, or "" if it rounded none
+    or the user asks for rounding, which the log then says."""
+    for name, (packed, scales) in loaded.items():
+        converted = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
+        if rounded := compare(packed, scales.to(torch.float8_e8m0fnu), *converted):
+            rounded = f"layer {config.layer_id}, {name}, as SGLang converted it: {rounded}"
+            if reencoding() != LOSSY:
+                return (
+                    f"{rounded}; {MXFP4}={LOSSY} serves it so; without {CONVERT} SGLang reads the "
+                    "packed weights"
+                )
+            say(logging.WARNING, f"moe_fp8: {rounded}")
+    return ""
+
+
+def choose(method: Any, layer: Any, config: Any, loaded: Any = None) -> None:
+    """Replace a layer's runner if the layer is served, and log the decision.
+
+    Args:
+        loaded: `packed_weights` as loaded, if SGLang has processed the layer since.
+    """
     layers = "a layer"
     try:
-        if not loaded and layer.w13_weight.dtype is not torch.float8_e4m3fn:
+        if loaded is None and layer.w13_weight.dtype is not torch.float8_e4m3fn:
             postponed[method] = config
             return
         layers = describe_layers(*sizes(layer, config))
-        if not (why := why_not(method, layer, config)):
+        why = why_not(method, layer, config) or why_rounded(layer, config, loaded or {})
+        if not why:
             change_runner(method, layer, config)
     except Exception as error:  # no fault here may end SGLang's start: it goes to the log
         why = in_words(error)
@@ -306,6 +349,8 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
     block_shape = method.quant_config.weight_block_size
     if not method.block_quant or list(block_shape) != BLOCK_SHAPE:
         return f"weights with a scale for {block_shape}"
+    if layer.w13_weight.dtype is torch.int8:
+        return f"weights of torch.int8 ({CONVERT}=1 converts MXFP4 to FP8, with twice the bytes)"
     if layer.w13_weight.dtype is not torch.float8_e4m3fn:
         return f"weights of {layer.w13_weight.dtype}"
     scale = getattr(layer, "w13_weight_scale_inv", None)

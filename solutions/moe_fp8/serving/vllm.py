@@ -5,7 +5,7 @@ Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8
 without a `--moe-backend`; `VllmBatchedExperts` runs it if DeepEP's low-latency mode or NIXL
 exchanges the tokens. Layers that they do not serve, and all layers of a vLLM that lacks names the
 plugin needs, keep vLLM's kernel, and vLLM's log says why. No change of vLLM ends its start. Weights
-are used as loaded.
+in FP8 are used as loaded, weights in MXFP4 re-encoded if `MOE_FP8_MXFP4` allows it.
 """
 
 import functools
@@ -47,6 +47,20 @@ NEEDED_NAMES = {
     "vllm.forward_context:DPMetadata": "* num_tokens_across_dp_cpu",
 }
 """vLLM's names that the plugin uses to choose a layer and in served layers (for `lacking`)."""
+QUANTISATION = "vllm.model_executor.layers.quantization"
+NEEDED_FOR_MXFP4 = {
+    f"{QUANTISATION}.mxfp4:Mxfp4MoEMethod.process_weights_after_loading": "self layer",
+    f"{QUANTISATION}.mxfp4:GptOssMxfp4MoEMethod.process_weights_after_loading": "self layer",
+    f"{MOE}:RoutedExperts._expert_routing_tables": "self",
+    f"{MOE}.oracle.fp8:make_fp8_moe_quant_config": (
+        "* fp8_backend w1_scale w2_scale a1_scale a2_scale block_shape"
+    ),
+    f"{MOE}.oracle.fp8:make_fp8_moe_kernel": (
+        "* moe_quant_config moe_config experts_cls fp8_backend routing_tables"
+    ),
+    "vllm.model_executor.utils:replace_parameter": "layer param_name new_tensor",
+}
+"""vLLM's names that the plugin uses to re-encode MXFP4 experts."""
 
 
 def register() -> None:
@@ -73,6 +87,13 @@ def attach() -> list[str]:
         for module in [*sys.modules.values()]:
             if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # None blocks an import
                 setattr(module, SELECT, ours)
+        if lacks_for_mxfp4 := lacking(NEEDED_FOR_MXFP4):
+            names = ", ".join(lacks_for_mxfp4)
+            ours.warn("moe_fp8 leaves experts in MXFP4 to vLLM, which lacks %s", names)
+        else:
+            from . import vllm_mxfp4
+
+            vllm_mxfp4.attach(ours.say, ours.warn)
     return lacks
 
 
