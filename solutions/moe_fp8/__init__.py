@@ -16,6 +16,7 @@ PUBLIC = {
     "batched_experts": "api",
     "experts": "api",
     "fused_moe": "api",
+    "differentiable_experts": "training",
     "expert_parallel_moe": "serving.expert_parallel",
     "deep_ep_buffer": "serving.expert_parallel",
     "from_mxfp4": "serving.mxfp4",
