@@ -43,16 +43,16 @@ def differentiable_experts(
 ) -> torch.Tensor:
     """Compute `experts`, bit for bit, with gradients to tokens, routing weights and master weights.
 
-    The gradient is that of the function that the kernels compute, with each rounding to FP8 taken
-    for the identity (a straight-through estimator). So an FP8 weight's gradient is its master's.
-    The masters' values are not read: `quantise_blocks` makes `w13` and `w2` of them. Changing `w13`
-    or `w2` in place between forward and backward is an error of autograd.
+    The gradient is the layer's at the FP8 weights and tokens. A rounding to FP8 counts as the
+    identity (straight-through), so an FP8 weight's gradient is its master's. The masters' values
+    are not read: `quantise_blocks` makes `w13` and `w2` of them. Changing `w13` or `w2` in place
+    between forward and backward is an error of autograd.
 
-    The backward pass loops over the local experts, and waits for the GPU once. Its matrix products
-    are BF16, of dequantised weights, tokens and intermediates. It repeats bit for bit, but is not
-    batch invariant. calc_diff of its gradients to float64 autograd is 1e-4 if `accurate`, else at
-    most 5e-4, more where many values are near `swiglu_limit`. A rank gets its experts' share of the
-    gradients of tokens and routing weights. There is no second derivative.
+    The backward pass waits for the GPU, then loops over the local experts. Its matrix products are
+    BF16; the intermediate is not rounded to FP8. calc_diff to float64 autograd is below 1e-4,
+    more where many values are near `swiglu_limit`. It repeats bit for bit, but is not batch
+    invariant. A rank gets its experts' share of the gradients of tokens and routing weights. There
+    is no second derivative.
 
     Args:
         x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
@@ -109,7 +109,7 @@ class _Experts(torch.autograd.Function):
         inputs = RoutedInputs(
             ids, weights, x, None, w13, w13_scale, w2, w2_scale, ctx.offset, expert_map
         )
-        gate_first, accurate, *numbers, ue8m0 = ctx.options
+        gate_first, _, *numbers, ue8m0 = ctx.options
         swiglu, (tokens, top_k) = Swiglu(*numbers), ids.shape
         needed = ctx.needs_input_grad
         wanted = needed[2], needed[1], needed[10], needed[11]
@@ -118,7 +118,8 @@ class _Experts(torch.autograd.Function):
             torch.zeros_like(w, dtype=dtype) if is_wanted else None
             for w, dtype, is_wanted in zip((w13, w2), ctx.masters, wanted[2:], strict=True)
         )
-        rounded = _straight_through(x.float(), ue8m0).to(BF16)
+        q, scale = quantise_rows(x, ue8m0)
+        rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
         # Pairs by expert, other ranks' last. Pair t * top_k + k is slot k of token t.
         local = local_experts(inputs, len(w13)).flatten()
         pairs, counts = local.argsort(stable=True), local.bincount(minlength=len(w13) + 1)
@@ -138,10 +139,8 @@ class _Experts(torch.autograd.Function):
                 a, weight, b13, b2 = leaves
                 halves = (a @ b13.t()).float().chunk(2, dim=1)
                 gate, up = halves if gate_first else halves[::-1]
-                middle = activated(gate, up, swiglu)
-                if not accurate:
-                    middle = _straight_through(middle, ue8m0)
-                y = (middle.to(BF16) @ b2.t()).float() * weight.unsqueeze(1)
+                middle = activated(gate, up, swiglu).to(BF16)
+                y = (middle @ b2.t()).float() * weight.unsqueeze(1)
                 wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
                 gradients = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
             targets = (d_pairs, pair), (d_weights, pair), (d_w13, expert), (d_w2, expert)
@@ -149,19 +148,10 @@ class _Experts(torch.autograd.Function):
                 if is_wanted:
                     target[place] = next(gradients).to(target.dtype)
         d_x = torch.zeros_like(x, dtype=F32)
-        for d_slot in d_pairs.view(tokens, top_k, x.shape[1]).unbind(
-            1
-        ):  # in one order, without atomics
-            d_x += d_slot
+        for slot in range(top_k):  # in one order, without atomics
+            d_x += d_pairs[slot::top_k]
         d_inputs = None, d_weights.view_as(weights), d_x.to(BF16), *7 * (None,)
         return *d_inputs, d_w13, d_w2, None, None
-
-
-def _straight_through(values: torch.Tensor, ue8m0: bool) -> torch.Tensor:
-    """Return float32 values, rounded to FP8 with the layer's scales, with their own gradient."""
-    q, scale = quantise_rows(values.detach(), ue8m0)
-    rounded = q.float() * scale.t().repeat_interleave(BLOCK, dim=1)
-    return values + (rounded - values.detach())
 
 
 def _dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
