@@ -39,7 +39,7 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
+    if name == "__version__" and __name__ == "moe_fp8":  # a copy's version is not known
         return _version()
     if name in PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)
