@@ -184,10 +184,27 @@ def test_what_is_refused(change, message):
         experts(*call())
 
 
-def test_other_types_and_derivatives_are_refused():
+def test_other_types_are_refused():
     experts, _ = module()
     x, ids, scores = call()
     with pytest.raises(NotImplementedError, match="hidden_states of torch.float32"):
         experts(x.float(), ids, scores)
-    with pytest.raises(NotImplementedError, match="no derivatives"):
-        experts(x.clone().requires_grad_(), ids, scores)
+
+
+def test_gradients_of_what_is_not_an_expert():
+    """As Transformers makes them, the FP8 weights require gradients; they get none."""
+    experts, weights = module()
+    for parameter in experts.parameters():
+        parameter.requires_grad_()
+    x, ids, scores = call()
+    tokens, shares = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    out = experts(tokens, ids, shares)
+    assert torch.equal(out, experts(x, ids, scores)) and not experts(x, ids, scores).requires_grad
+    out.backward(direction := torch.randn(T, H).bfloat16())
+    leaf = scores.double().requires_grad_()
+    alone = torch.stack(
+        [layer(x, ids[:, k : k + 1], torch.ones(T, 1), weights) for k in range(K)], 1
+    )
+    (leaf.unsqueeze(2) * alone * direction.unsqueeze(1)).sum().backward()
+    assert calc_diff(shares.grad, leaf.grad) < 1e-3 and tokens.grad.any(dim=1).all()
+    assert all(parameter.grad is None for parameter in experts.parameters())
