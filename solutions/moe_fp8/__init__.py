@@ -16,6 +16,7 @@ PUBLIC = {
     "batched_experts": "api",
     "experts": "api",
     "fused_moe": "api",
+    "differentiable_experts": "training",
     "expert_parallel_moe": "serving.expert_parallel",
     "deep_ep_buffer": "serving.expert_parallel",
     "from_mxfp4": "serving.mxfp4",
@@ -38,7 +39,7 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
+    if name == "__version__" and __name__ == "moe_fp8":  # a copy's version is not known
         return _version()
     if name in PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)

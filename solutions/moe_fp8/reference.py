@@ -178,6 +178,13 @@ def given_experts(
     because outputs are summed in the order of the slots: the caller's order has no effect, except
     for an expert that is listed twice.
     """
+    local, order = local_experts(inputs, num_local_experts).sort(dim=-1, stable=True)
+    return local, inputs.topk_weights.gather(1, order)
+
+
+def local_experts(inputs: RoutedInputs, num_local_experts: int) -> torch.Tensor:
+    """Return the local expert of every pair [T, top_k] int64, `num_local_experts` for another
+    rank's."""
     local = inputs.topk_ids.long()
     if inputs.expert_map is None:
         local = local - bounded_offset(int(inputs.local_expert_offset), num_local_experts)
@@ -185,8 +192,7 @@ def given_experts(
         known = (local >= 0) & (local < inputs.expert_map.shape[0])
         local = inputs.expert_map.long()[local.where(known, 0)].where(known, -1)
     here = (local >= 0) & (local < num_local_experts)
-    local, order = local.where(here, num_local_experts).sort(dim=-1, stable=True)
-    return local, inputs.topk_weights.gather(1, order)
+    return local.where(here, num_local_experts)
 
 
 def _tree_sum(values: torch.Tensor) -> torch.Tensor:

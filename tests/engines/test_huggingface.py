@@ -1,10 +1,18 @@
 """Transformers' FP8 experts by the fused layer: values, sentinels, whole models, and refusals."""
 
+import importlib
+import json
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from installed import engine
 from reference import Weights, layer
 
+from scripts.common.program import ROOT
 from scripts.measuring.accuracy import calc_diff
 
 fp8 = engine("transformers.integrations.finegrained_fp8")
@@ -116,6 +124,45 @@ def test_a_model_answers_as_in_bfloat16():
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99
 
 
+def laid_out(folder: Path, kernels: ModuleType) -> Path:
+    """Run the commands of docs/engines.md for the CPU; return the kernel's repository."""
+    (commands,) = re.findall(
+        r"```sh\n(.*?)```", (ROOT / "docs/engines.md").read_text("utf-8"), re.S
+    )
+    of_a_gpu = json.loads(commands.split("EOF\n")[1].replace("$backend", "cuda"))
+    known = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text("utf-8"))
+    assert {*of_a_gpu["python-depends"]} <= {*known["general"], *known["backends"]["cuda"]}
+    for old, new in (("cuda", "cpu"), (', "nvidia-cutlass-dsl"', ""), ("/tmp", str(folder))):
+        assert old in commands
+        commands = commands.replace(old, new)
+    subprocess.run(["sh", "-e", "-c", commands], check=True, cwd=ROOT)
+    return folder / "moe-fp8"
+
+
+def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypatch):
+    """As docs/engines.md says. The kernel is a module of its own."""
+    kernels = pytest.importorskip("kernels")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    repository = laid_out(tmp_path, kernels)
+    kernel = kernels.get_local_kernel(repository)
+    monkeypatch.setenv("LOCAL_KERNELS", f"owner/moe-fp8={repository}")
+    assert kernels.get_kernel("owner/moe-fp8", version=0) is kernel
+    torch.manual_seed(0)
+    model = with_fp8_experts(Qwen3MoeForCausalLM(config()).bfloat16().eval())
+    prompt = torch.randint(1, 512, (2, 33))
+    registered = dict(huggingface.ALL_FP8_EXPERTS_FUNCTIONS)
+    with torch.no_grad():
+        model.set_experts_implementation("moe_fp8")
+        expected = model(prompt).logits
+        importlib.import_module(f"{kernel.__name__}.serving.huggingface")
+        found = huggingface.ALL_FP8_EXPERTS_FUNCTIONS["moe_fp8"]
+        assert found.func.__module__ == "_moe_fp8_cpu.serving.huggingface"
+        model.set_experts_implementation("moe_fp8")
+        assert torch.equal(model(prompt).logits, expected)
+    for name in huggingface.NAMES:
+        huggingface.ALL_FP8_EXPERTS_FUNCTIONS.register(name, registered[name])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,10 +184,27 @@ def test_what_is_refused(change, message):
         experts(*call())
 
 
-def test_other_types_and_derivatives_are_refused():
+def test_other_types_are_refused():
     experts, _ = module()
     x, ids, scores = call()
     with pytest.raises(NotImplementedError, match="hidden_states of torch.float32"):
         experts(x.float(), ids, scores)
-    with pytest.raises(NotImplementedError, match="no derivatives"):
-        experts(x.clone().requires_grad_(), ids, scores)
+
+
+def test_gradients_of_what_is_not_an_expert():
+    """As Transformers makes them, the FP8 weights require gradients; they get none."""
+    experts, weights = module()
+    for parameter in experts.parameters():
+        parameter.requires_grad_()
+    x, ids, scores = call()
+    tokens, shares = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    out = experts(tokens, ids, shares)
+    assert torch.equal(out, experts(x, ids, scores)) and not experts(x, ids, scores).requires_grad
+    out.backward(direction := torch.randn(T, H).bfloat16())
+    leaf = scores.double().requires_grad_()
+    alone = torch.stack(
+        [layer(x, ids[:, k : k + 1], torch.ones(T, 1), weights) for k in range(K)], 1
+    )
+    (leaf.unsqueeze(2) * alone * direction.unsqueeze(1)).sum().backward()
+    assert calc_diff(shares.grad, leaf.grad) < 1e-3 and tokens.grad.any(dim=1).all()
+    assert all(parameter.grad is None for parameter in experts.parameters())

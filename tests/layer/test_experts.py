@@ -4,6 +4,8 @@ Its bits are those of the layer that chooses the experts itself, of FP8 tokens, 
 """
 
 import dataclasses
+import hashlib
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -759,6 +761,47 @@ def test_a_token_s_bits_are_its_own_in_any_company(case, layer, emulator):
         part = slice(first, first + 11)
         alone = call._replace(inputs=some_tokens(call.inputs, part))
         assert same(output_of(alone, *case), whole[part])
+
+
+def pattern(seed: int, *size: int) -> torch.Tensor:
+    """Return 16 mixed bits an element by integer arithmetic, which no version of torch changes."""
+    mixed = torch.arange(math.prod(size)) * 2654435761 + seed * 40503
+    mixed = ((mixed ^ (mixed >> 13)) * 1274126177) & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 16)) & 0xFFFF).view(size)
+
+
+BITS = {
+    1: "c1069c2505df598863619d92c8765efd7f8b2845de6ca4ce1ad0b2886183d603",
+    2: "901ef9f60d19140e41336289d3978b13b3880c4ddb7fe8b4e0e35c20ed3084aa",
+}
+"""SHA-256 of the output by terms. If a change of the kernels changes it, a trainer and a server on
+different releases no longer agree: CHANGELOG.md says so, and the second number of the version rises
+(docs/determinism.md)."""
+
+
+@backends("emulator")
+@pytest.mark.parametrize("terms", [1, *more(2)])
+def test_the_bits_that_a_release_keeps(terms, emulator):
+    def values(seed: int, *size: int) -> torch.Tensor:  # of 0.5 to 7.5 and both signs
+        bits = pattern(seed, *size)
+        return ((bits & 0x87) | ((6 + (bits >> 4) % 4) << 3)).byte().view(torch.float8_e4m3fn)
+
+    def scales(seed: int, *size: int) -> torch.Tensor:
+        return 1 + pattern(seed, *size) / 2**16
+
+    tokens, h, i = 9, GIVEN.hidden_size, GIVEN.intermediate_size
+    e, k = GIVEN.num_local_experts, GIVEN.top_k
+    # Gates are so large that few depend on how the host rounds exponentials.
+    inputs = RoutedInputs(
+        (pattern(1, tokens, k) % (e + 1)).int(), scales(2, tokens, k),
+        values(3, tokens, h), 16 * scales(4, h // 128, tokens),
+        values(5, e, 2 * i, h), scales(6, e, 2 * i // 128, h // 128),
+        values(7, e, h, i), scales(8, e, h // 128, i // 128), 0, None,
+    )  # fmt: skip
+    configs = configs_of(*CASES[0], terms)
+    out = fused_output(inputs, GIVEN, configs, Form(torch.int32, torch.float32))
+    assert out.isfinite().all() and out.any(dim=1).sum() > tokens // 2
+    assert hashlib.sha256(out.view(torch.uint8).numpy().tobytes()).hexdigest() == BITS[terms]
 
 
 @backends("emulator")

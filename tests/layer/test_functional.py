@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import moe_fp8
 import pytest
@@ -166,6 +167,7 @@ def test_the_package_offers_the_functions_and_imports_them_late():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "solutions")
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         moe_fp8.absent  # noqa: B018
+    assert moe_fp8.__version__ and not hasattr(import_module("solutions.moe_fp8"), "__version__")
 
 
 @backends("gpu")

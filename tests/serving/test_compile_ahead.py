@@ -2,9 +2,11 @@
 Afterwards no call compiles or loads a kernel."""
 
 import functools
+import importlib
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import threading
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
@@ -259,11 +263,20 @@ def test_a_call_without_pairs():
     assert len(one.routing_logits) == 1 and one.local_expert_offset == LARGEST_OFFSET
 
 
-def test_the_program_of_the_processes(geometries, tmp_path):
-    """It can be started wherever the package lies, and what it says is progress."""
+@pytest.mark.parametrize("name", ["moe_fp8", "_renamed"])
+def test_the_program_of_the_processes(name, geometries, monkeypatch, tmp_path):
+    """It can be started wherever the package lies, in a directory of another name too, and what it
+    says is progress."""
+    pickled, program = pickle.dumps(geometries[:1], protocol=0), ahead.MAIN
+    if name != "moe_fp8":
+        shutil.copytree(Path(ahead.__file__).parents[1], tmp_path / "torch-cuda")
+        spec = spec_from_file_location(name, tmp_path / "torch-cuda/__init__.py")
+        monkeypatch.setitem(sys.modules, name, module_from_spec(spec))
+        program = importlib.import_module(f"{name}.serving.prepare").MAIN
+        pickled = pickled.replace(b"moe_fp8.", name.encode() + b".")
     made = subprocess.run(
-        [sys.executable, "-c", ahead.MAIN], input=pickle.dumps(geometries[:1]),
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(ahead.PARENT)},
+        [sys.executable, "-c", program], input=pickled, capture_output=True,
+        env={**os.environ, "PYTHONPATH": ""},
     )  # fmt: skip
     assert made.returncode == 0 and b"1/1" in made.stderr, made.stderr
     assert ahead.missing(geometries) == geometries[1:]
@@ -281,7 +294,7 @@ ahead.main()
 
 def test_where_the_pool_is_killed_its_workers_end():
     """`subprocess.run` kills the pool if `prepare` is interrupted."""
-    env = {**os.environ, "PYTHONPATH": str(ahead.PARENT)}
+    env = {**os.environ, "PYTHONPATH": str(Path(ahead.__file__).parents[2])}
     command, own = [sys.executable, "-c", SLEEPING], {"env": env, "start_new_session": True}
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, **own) as pool:
         assert pool.stdin and pool.stdout

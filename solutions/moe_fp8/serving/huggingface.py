@@ -9,6 +9,7 @@ blocks of 128 x 128). A call that the layer does not serve raises a NotImplement
 why; `model.set_experts_implementation("grouped_mm")` goes back.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 
 from ..api import experts
 from ..call import BLOCK
+from ..training import differentiable_experts
 
 NAMES = {"moe_fp8": False, "moe_fp8_accurate": True}
 """The names of the implementations, and `experts`' argument `accurate` for each."""
@@ -32,6 +34,9 @@ def experts_forward(
     accurate: bool = False,
 ) -> torch.Tensor:
     """Compute an `FP8Experts` module; Transformers calls it as the module's `forward`.
+
+    Gradients reach tokens and routing weights, so adapters and dense layers can be trained. The
+    experts' weights are frozen.
 
     Args:
         hidden_states: `[T, H]` bfloat16.
@@ -49,14 +54,21 @@ def experts_forward(
     if reason := why_not(self, hidden_states):
         raise NotImplementedError(f"moe_fp8: {reason}")
     limit, alpha = self.limit, self.swiglu_alpha
-    return experts(
+    function: Callable[..., torch.Tensor] = experts
+    weights = (
+        self.gate_up_proj, self.gate_up_proj_scale_inv,
+        self.down_proj, self.down_proj_scale_inv,
+    )  # fmt: skip
+    if torch.is_grad_enabled():
+        # Transformers' parameters require gradients, which FP8 values cannot have.
+        weights = tuple(weight.detach() for weight in weights)
+        if hidden_states.requires_grad or top_k_weights.requires_grad:
+            function = differentiable_experts
+    return function(
         top_k_index,
         top_k_weights.float(),
         hidden_states,
-        self.gate_up_proj,
-        self.gate_up_proj_scale_inv,
-        self.down_proj,
-        self.down_proj_scale_inv,
+        *weights,
         accurate=accurate,
         swiglu_limit=limit,
         swiglu_alpha=1.0 if alpha is None else alpha,
@@ -79,8 +91,6 @@ def why_not(module: Any, hidden_states: torch.Tensor) -> str:
         return f"activation {type(module.act_fn).__name__}: expected SiLU"
     if hidden_states.dtype is not torch.bfloat16:
         return f"hidden_states of {hidden_states.dtype}: expected torch.bfloat16"
-    if torch.is_grad_enabled() and hidden_states.requires_grad:
-        return "no derivatives: call the model under torch.no_grad()"
     return ""
 
 

@@ -32,10 +32,19 @@ from ..call import CHUNK_TOKENS, LARGEST_OFFSET, BatchedInputs, Inputs, MoeInput
 from ..kernels import architectures
 from ..layer import fused_geometry, make_call
 
-PARENT = Path(__file__).resolve().parents[2]
-"""The directory to import this package from."""
-MAIN = f"import sys; sys.path[:] = filter(None, sys.path); from {__name__} import main; main()"
-"""The program of `in_processes`. It imports nothing from the working directory."""
+PACKAGE = __name__.removesuffix(".serving.prepare")
+MAIN = f"""
+import importlib.util, sys
+sys.path[:] = filter(None, sys.path)
+file = {str(Path(__file__).resolve().parents[1] / "__init__.py")!r}
+spec = importlib.util.spec_from_file_location({PACKAGE!r}, file)
+sys.modules[{PACKAGE!r}] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from {__name__} import main
+main()
+"""
+"""The program of `in_processes`. It imports nothing from the working directory, and this package
+from its file: the directory may have another name than the package."""
 Geometry = tuple[Any, ...]
 """The arguments of `compile_fused`: they decide a kernel."""
 
@@ -153,12 +162,10 @@ def cores() -> int:
 
 def in_processes(geometries: Sequence[Geometry]) -> None:
     """Compile into the cache on disk in parallel processes: the compiler uses one thread."""
-    path = os.pathsep.join(filter(None, [str(PARENT), os.environ.get("PYTHONPATH")]))
     # A new process imports the compiler once and forks. This process may use CUDA, so it must not.
     subprocess.run(
         [sys.executable, "-c", MAIN],
         input=pickle.dumps(geometries),
-        env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
     )
 

@@ -1,0 +1,160 @@
+"""The experts with gradients, for trainers whose forward pass must have the server's bits.
+
+    w13_fp8, w13_scale = quantise_blocks(w13)  # after each step; the server's, too
+    w2_fp8, w2_scale = quantise_blocks(w2)
+    y = differentiable_experts(
+        ids, weights, x, w13_fp8, w13_scale, w2_fp8, w2_scale, master_w13=w13, master_w2=w2
+    )
+    y.backward(...)  # to x, weights, w13 and w2
+
+The forward pass is `experts`. The backward pass is BF16 torch on the dequantised weights.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .api import BF16, F32, Options, experts, refuse_gradients
+from .call import BLOCK, RoutedInputs, Swiglu, described
+from .reference import activated, local_experts, quantise_rows
+
+
+def differentiable_experts(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    *,
+    master_w13: torch.Tensor | None = None,
+    master_w2: torch.Tensor | None = None,
+    gate_first: bool = True,
+    expert_map: torch.Tensor | None = None,
+    local_expert_offset: int = 0,
+    num_experts: int | None = None,
+    accurate: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    ue8m0: bool = False,
+) -> torch.Tensor:
+    """Compute `experts`, bit for bit, with gradients to tokens, routing weights and master weights.
+
+    The gradient is the layer's at the FP8 weights and tokens. A rounding to FP8 counts as the
+    identity (straight-through), so an FP8 weight's gradient is its master's. The masters' values
+    are not read: `quantise_blocks` makes `w13` and `w2` of them. Changing `w13` or `w2` in place
+    between forward and backward is an error of autograd.
+
+    The backward pass waits for the GPU, then loops over the local experts. Its matrix products are
+    BF16; the intermediate is not rounded to FP8. calc_diff to float64 autograd is below 1e-4,
+    more where many values are near `swiglu_limit`. It repeats bit for bit, but is not batch
+    invariant. A rank gets its experts' share of the gradients of tokens and routing weights. There
+    is no second derivative.
+
+    Args:
+        x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
+        master_w13, master_w2: tensors with the shapes of `w13` and `w2`, bfloat16 or float32, which
+            get gradients; None without.
+        Others as in `experts`.
+
+    Returns:
+        `[T, H]` bfloat16.
+
+    Raises:
+        ValueError: as `experts`, or a master's type, shape or device is wrong, or a tensor that
+            gets no gradient requires one; the message names it.
+    """
+    inputs = RoutedInputs(
+        topk_ids, topk_weights, x, None, w13, w13_scale, w2, w2_scale,
+        local_expert_offset, expert_map,
+    )  # fmt: skip
+    if not isinstance(x, torch.Tensor) or x.dtype is not BF16:
+        raise ValueError(f"x: expected a {BF16} tensor [T, H], got {described(x)}")
+    # These two have one: ids, which have none, take their places.
+    refuse_gradients(inputs._replace(topk_weights=topk_ids, x=topk_ids), None)
+    for name, master, weights in (("master_w13", master_w13, w13), ("master_w2", master_w2, w2)):
+        if master is None or not isinstance(weights, torch.Tensor):  # `experts` names the weights
+            continue
+        like = isinstance(master, torch.Tensor) and master.dtype in (BF16, F32)
+        if not like or (master.shape, master.device) != (weights.shape, weights.device):
+            wanted = f"{BF16} or {F32} {list(weights.shape)} on {weights.device}"
+            raise ValueError(f"{name}: expected {wanted}, got {described(master)}")
+    options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
+    return _Experts.apply(*inputs, master_w13, master_w2, num_experts, options)
+
+
+class _Experts(torch.autograd.Function):
+    """`experts` in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        *values, master_w13, master_w2, num_experts, options = arguments
+        ids, weights, x, _, w13, w13_scale, w2, w2_scale, offset, expert_map = values
+        ctx.save_for_backward(ids, weights, x, w13, w13_scale, w2, w2_scale, expert_map)
+        ctx.masters = [None if m is None else m.dtype for m in (master_w13, master_w2)]
+        ctx.offset, ctx.options = offset, options
+        return experts(
+            ids, weights, x, w13, w13_scale, w2, w2_scale,
+            expert_map=expert_map, local_expert_offset=offset, num_experts=num_experts,
+            **options._asdict(),
+        )  # fmt: skip
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ids, weights, x, w13, w13_scale, w2, w2_scale, expert_map = ctx.saved_tensors
+        inputs = RoutedInputs(
+            ids, weights, x, None, w13, w13_scale, w2, w2_scale, ctx.offset, expert_map
+        )
+        gate_first, _, *numbers, ue8m0 = ctx.options
+        swiglu, (tokens, top_k) = Swiglu(*numbers), ids.shape
+        needed = ctx.needs_input_grad
+        wanted = needed[2], needed[1], needed[10], needed[11]
+        d_pairs, d_weights = x.new_zeros(tokens * top_k, x.shape[1]), weights.new_zeros(ids.numel())
+        d_w13, d_w2 = (
+            torch.zeros_like(w, dtype=dtype) if is_wanted else None
+            for w, dtype, is_wanted in zip((w13, w2), ctx.masters, wanted[2:], strict=True)
+        )
+        q, scale = quantise_rows(x, ue8m0)
+        rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
+        # Pairs by expert, other ranks' last. Pair t * top_k + k is slot k of token t.
+        local = local_experts(inputs, len(w13)).flatten()
+        pairs, counts = local.argsort(stable=True), local.bincount(minlength=len(w13) + 1)
+        for expert, pair in enumerate(pairs.split(counts.tolist())[:-1]):
+            if not len(pair):
+                continue
+            token = pair // top_k
+            leaves = (
+                rounded[token],
+                weights.flatten()[pair],
+                _dequantised(w13[expert], w13_scale[expert]),
+                _dequantised(w2[expert], w2_scale[expert]),
+            )
+            for leaf, is_wanted in zip(leaves, wanted, strict=True):
+                leaf.requires_grad_(is_wanted)
+            with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+                a, weight, b13, b2 = leaves
+                halves = (a @ b13.t()).float().chunk(2, dim=1)
+                gate, up = halves if gate_first else halves[::-1]
+                middle = activated(gate, up, swiglu).to(BF16)
+                y = (middle @ b2.t()).float() * weight.unsqueeze(1)
+                wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+                gradients = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
+            targets = (d_pairs, pair), (d_weights, pair), (d_w13, expert), (d_w2, expert)
+            for (target, place), is_wanted in zip(targets, wanted, strict=True):
+                if is_wanted:
+                    target[place] = next(gradients).to(target.dtype)
+        d_x = torch.zeros_like(x, dtype=F32)
+        for slot in range(top_k):  # in one order, without atomics
+            d_x += d_pairs[slot::top_k]
+        d_inputs = None, d_weights.view_as(weights), d_x.to(BF16), *7 * (None,)
+        return *d_inputs, d_w13, d_w2, None, None
+
+
+def _dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return an expert's weights in bfloat16."""
+    wide = scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return (values.float() * wide).to(BF16)
