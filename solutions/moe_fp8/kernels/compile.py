@@ -205,11 +205,12 @@ def _load(path: Path) -> Any:
 def _export(function: Any, path: Path) -> None:
     """Write a function as an object file for every CPU of this machine's kind."""
     cpu, feature = HOST_CPUS[platform.machine()]
+    parse = ir.Attribute.parse  # type: ignore[attr-defined]
     with function.ir_module.context:
         attributes = {
-            "target_cpu": ir.StringAttr.get(cpu),
+            "target_cpu": parse(f'"{cpu}"'),
             # Without it LLVM adds the features of its own CPU.
-            "target_features": ir.Attribute.parse(f'#llvm.target_features<["{feature}"]>'),
+            "target_features": parse(f'#llvm.target_features<["{feature}"]>'),
         }
         for operation in function.ir_module.body.operations:
             if operation.operation.name == "llvm.func":
