@@ -23,9 +23,9 @@ import torch
 
 from ..api import batched_experts, call_of, experts
 from ..cache import CACHE_VARIABLE, KernelCache
-from ..call import BLOCK, CHUNK_TOKENS
+from ..call import BLOCK, CHUNK_TOKENS, MoeShape
 from ..kernels.architectures import GPUS, Architecture
-from .plugins import BLOCK_SHAPE
+from .plugins import BLOCK_SHAPE, describe_layers, in_words
 from .prepare import Geometry, compile_all, geometries, missing
 
 MODELS = Path(__file__).with_name("models")
@@ -371,7 +371,9 @@ def bake(args: argparse.Namespace) -> int:
     architecture, num_sms = GPUS[args.gpu]
     needed = kernels([*asked], architecture, args.multiprocessors or num_sms)
     try:
-        from ..kernels.compile import is_kept, made_of
+        import cutlass
+
+        from ..kernels.compile import environment, is_kept, made_of
         from ..kernels.fused import describe_fused
     except ImportError as error:  # names the package and the needed version
         raise UsageError(str(error)) from None
@@ -389,24 +391,32 @@ def bake(args: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # a kernel that cannot be kept
             compile_all(needed)
-    except Exception as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    except Exception as error:  # of the compiler
+        print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
     seconds = time.monotonic() - start
-    lost = [geometry for geometry in needed if not is_kept(*describe_fused(*geometry))]
-    if lost:
-        print(f"error: {directory} lacks {len(lost)} of {len(needed)} kernels", file=sys.stderr)
+    described = [describe_fused(*geometry) for geometry in needed]
+    if lost := sum(not is_kept(*kernel) for kernel in described):
+        print(f"error: {directory} lacks {lost} of {len(needed)} kernels", file=sys.stderr)
         return 1
-    keys = [made_of(*describe_fused(*geometry)) for geometry in needed]
+    keys = [made_of(*kernel) for kernel in described]
     size = sum(entry.size for entry in cache.entries() if entry.made_of in keys)
-    key = keys[0]
+    toolkit: Any = getattr(cutlass, "CUDA_VERSION", None)
+    machine = [keys[0]["host"], keys[0]["versions"]]
     rows = {
-        "kernels": f"{len(needed)}, of which {before} were compiled in {seconds:.0f} s",
+        "kernels": f"{len(needed)}, {before} compiled in {seconds:.0f} s",
         "size": f"{size / 2**20:.1f} MiB",
-        "for": f"{args.gpu} ({needed[0][4]}, {needed[0][3]} multiprocessors), {key['host']}, "
-        f"{key['versions']}, CUDA {key['toolkit']}, {key['environment']}",
-        "use": f"{CACHE_VARIABLE}={directory}",
+        "layers": "; ".join(dict.fromkeys(layers_of(shape) for shape, *_ in needed)),
+        "GPU": f"{args.gpu}, {needed[0][4]}, {needed[0][3]} multiprocessors",
+        "versions": ", ".join(machine + [f"CUDA {toolkit.major}.{toolkit.minor}"] * bool(toolkit)),
+        **environment(),
+        "use it": f"{CACHE_VARIABLE}={directory}",
     }
     for name, value in rows.items():
-        print(f"{name:8} {value}")
+        print(f"{name:9} {value}")
     return 0
+
+
+def layers_of(shape: MoeShape) -> str:
+    sizes = shape.num_experts, shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    return describe_layers(*sizes, shape.top_k).removeprefix("layers of ")
