@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -651,11 +652,23 @@ def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
     assert kernels <= made and (len(made) > len(kernels)) == uneven
 
 
-@pytest.mark.parametrize("exchange", ["allgather_reducescatter", "deepep_v2", "deepep_low_latency"])
+EXCHANGES = {  # the part of vLLM that says which ids it needs
+    "allgather_reducescatter": "naive_dp_ep:MoEPrepareAndFinalizeNaiveDPEPModular",
+    "deepep_high_throughput": "deepep_ht:DeepEPHTPrepareAndFinalize",
+    "deepep_v2": "deepep_v2:DeepEPV2PrepareAndFinalize",
+    "deepep_low_latency": None,
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypatch):
     """Tokens arrive in FP8, their scales token by token, or sorted by expert."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
+    if path := EXCHANGES[exchange]:
+        monkeypatch.setitem(sys.modules, "deep_ep", MagicMock())
+        of_exchange = pkgutil.resolve_name(f"{plugin.MOE}.prepare_finalize.{path}")
+        ids = ids.to(of_exchange.topk_indices_dtype(None) or ids.dtype)
     asked: list[set[Any]] = []
     prepare = lambda *call, **options: asked.append(kernels_of(*call, **options))  # noqa: E731
     monkeypatch.setattr(vllm_experts, "prepare", prepare)
@@ -667,7 +680,7 @@ def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypa
         q, scale = quantise_rows(x)
         expert_map = torch.arange(E, dtype=torch.int32)
         experts.apply(
-            torch.empty_like(x), q, weights.w13, weights.w2, topk_weights, ids.to(of.ids),
+            torch.empty_like(x), q, weights.w13, weights.w2, topk_weights, ids,
             MoEActivation.SILU, E, expert_map, scale.t().contiguous(), None, x, x, None, False,
         )  # fmt: skip
     model = bake.Model("", E, K, H, WIDTH)

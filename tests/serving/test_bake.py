@@ -269,7 +269,9 @@ def test_a_configuration_is_read(config):
         ({"quantization_config": {"config_groups": {"a": {"weights": {"strategy": "channel"}}}}},
          "got None of channel"),
         ({"expert_dtype": "fp4"}, "experts in FP4"),
-        ({"swiglu_limits": [1, 2]}, "a limit of each layer's own"),
+        ({"quantization_config": {"weight_block_size": [128, 128], "expert_dtype": "fp4"}},
+         "experts in FP4"),
+        ({"swiglu_limits": [1, 2]}, "swiglu_limits: expected one"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_served_is_refused(changes, why):
@@ -320,9 +322,7 @@ def test_a_configuration_that_cannot_be_read(content, config, tmp_path, capsys):
     path = config / "config.json"
     path.unlink() if content is None else path.write_text(content)
     assert run(config, tmp_path / "out") == 2
-    assert f"--model {config}: expected a" in capsys.readouterr().err.replace(
-        ": expected an ob", ": expected a"
-    )
+    assert f"--model {config}: expected a" in capsys.readouterr().err
 
 
 def test_a_directory_that_others_can_write_to(config, compiled, tmp_path, capsys):

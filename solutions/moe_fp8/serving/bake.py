@@ -145,10 +145,13 @@ def read_model(name: str, config: Any) -> Model:
     outer = config
     if isinstance(text, dict) and not any(key in config for key in NAMES["experts"]):
         config = text  # a model that sees images, too
-    if why := why_not(outer.get("quantization_config") or config.get("quantization_config")):
+    quantisation = outer.get("quantization_config") or config.get("quantization_config") or {}
+    if why := why_not(quantisation):
         raise ValueError(why)
-    if "swiglu_limits" in config or config.get("expert_dtype", "fp8") != "fp8":
-        raise ValueError("experts in FP4, or with a limit of each layer's own, are not served")
+    if "fp4" in (config.get("expert_dtype"), quantisation.get("expert_dtype")):
+        raise ValueError("experts in FP4: their scales are known when they are loaded")
+    if "swiglu_limits" in config:
+        raise ValueError("swiglu_limits: expected one swiglu_limit for all layers")
     sizes = {}
     for what, names in NAMES.items():
         found = [config[key] for key in names if type(config.get(key)) is int]
@@ -160,10 +163,10 @@ def read_model(name: str, config: Any) -> Model:
     return Model(name, **sizes, shared=shared[0] if shared else 0, activation=activation)
 
 
-def why_not(quantisation: Any) -> str:
-    """Return why no engine runs weights of this `quantization_config` on the layer, or "". Without
-    one an engine may quantise what it loads."""
-    if not isinstance(quantisation, Mapping):
+def why_not(quantisation: Mapping[str, Any]) -> str:
+    """Return why no engine runs weights of this `quantization_config` on the layer, or "". If it is
+    empty, an engine may quantise what it loads."""
+    if not quantisation:
         return ""
     method, blocks = quantisation.get("quant_method"), quantisation.get("weight_block_size")
     for group in (quantisation.get("config_groups") or {}).values():
