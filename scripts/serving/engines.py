@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scripts.common.program import UsageError, error_line
+from scripts.common.program import PACKAGE_DIR, UsageError, error_line
 
 ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
@@ -36,7 +36,7 @@ writes."""
 
 # --- models ---------------------------------------------------------------------------------------
 
-MODELS = Path(__file__).with_name("models")
+MODELS = PACKAGE_DIR / "serving" / "models"
 LAYERS = {
     "deepseek-v3": 4,
     "deepseek-v3-tp8": 11,

@@ -9,6 +9,7 @@ that led there.
 import importlib
 import importlib.metadata
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ PUBLIC = {
 }
 """The module of each public name. The first use of a name imports its module: a packed solution has
 only some of these modules."""
+prepare: Callable[..., int]
+"""For type checkers, which would take the program of this name (`prepare.py`) for it."""
 
 
 def _version() -> str:

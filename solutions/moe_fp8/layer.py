@@ -103,7 +103,7 @@ class FusedLayer:
         device, key = output.device, self.key(inputs, output)
         call, _ = self.calls.get(key, (None, None))
         if call is None:
-            tokens, configs = key[1], self.chosen(key[-1], device)
+            tokens, configs = key[1], self.chosen(key[-1], architectures.of_device(device))
             call = make_call(tokens, device, self.shape, self.terms, configs, self.usual_form)
             if output.is_cuda:  # the reference model's call checks nothing
                 expected = signature(self.shape, tokens, self.usual_form, self.out_name)
@@ -114,14 +114,10 @@ class FusedLayer:
         """Return the GPU, the number that memory follows from, and, last, the one for configs."""
         return output.get_device(), output.shape[0]
 
-    def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
+    def chosen(self, tokens: int, architecture: architectures.Architecture) -> tuple[Any, Any]:
         """Return the configs of both GEMMs for the last number of a `key`."""
-        choose = self.configs or self.architecture(device).choose_layer
+        choose = self.configs or architecture.choose_layer
         return choose(tokens, self.shape, self.terms)
-
-    def architecture(self, device: torch.device) -> architectures.Architecture:
-        """Return the architecture whose rules choose the configs."""
-        return architectures.of_device(device)
 
     @functools.cached_property
     def usual_form(self) -> Form:
@@ -144,13 +140,10 @@ class BatchedLayer(FusedLayer):
         rows = output.shape[1]
         return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
 
-    def chosen(self, tokens: int, device: torch.device) -> tuple[Any, Any]:
-        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, device)
-
-    def architecture(self, device: torch.device) -> architectures.Architecture:
-        """Return an architecture that does not gather: the rows lie by expert."""
-        usual = super().architecture(device)
-        return replace(usual, layer=usual.layer._replace(gathered=0))
+    def chosen(self, tokens: int, architecture: architectures.Architecture) -> tuple[Any, Any]:
+        # The rows lie by expert: nothing is gathered.
+        by_expert = replace(architecture, layer=architecture.layer._replace(gathered=0))
+        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, by_expert)
 
 
 def _power_of_two(number: int) -> int:
@@ -198,8 +191,10 @@ def make_call(
         return lambda inputs, output: run(inputs, output, shape, terms, form.gate_first)
     from .kernels import fused  # imports the compiler, which the CPU does without
 
-    configs = configs or architectures.of_device(device).choose_layer(tokens, shape, terms)
-    function = fused.compile_fused(*fused_geometry(device, shape, configs, form))
+    architecture = architectures.of_device(device)
+    configs = configs or architecture.choose_layer(tokens, shape, terms)
+    multiprocessors = architectures.num_sms(device)
+    function = fused.compile_fused(shape, *configs, multiprocessors, architecture.target, form)
     gpu, exponents = device.index, form.weight_scale is torch.float8_e8m0fnu
     if form.batched:
         size = fused.batched_workspace_bytes(shape, terms, tokens, not form.has_scales)
@@ -233,12 +228,6 @@ def make_call(
             free(workspace)
 
     return call
-
-
-def fused_geometry(device: torch.device, shape: MoeShape, configs: Any, form: Form) -> tuple:
-    """Return the parameters of `kernels.fused.compile_fused` for a GPU."""
-    target = architectures.of_device(device).target
-    return shape, *configs, architectures.num_sms(device), target, form
 
 
 def bytes_of(exponents: torch.Tensor) -> torch.Tensor:

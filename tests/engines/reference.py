@@ -1,10 +1,13 @@
 """A mixture-of-experts layer of FP8 weights in float64, and tensors as an engine has them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from moe_fp8.call import BLOCK, DEEPSEEK_V3
+from moe_fp8.kernels.architectures import GPUS
 from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.serving import bake
 
 
 class Weights:
@@ -72,3 +75,9 @@ def peer_of_a_sweep(
     run = subjects.ENGINES[name](weights, shaped(i32, DEEPSEEK_V3.num_experts))
     x, ids = shaped(torch.bfloat16, 3, hidden), shaped(i32, 3, top_k)
     return x, run(ids, ids.float(), x)
+
+
+def kernels_of(function: Any, *arguments: Any, tokens: int = 0, **options: Any) -> set[Any]:
+    """Return the kernels that `prepare` makes of such a call on an H100, for all numbers of
+    tokens."""
+    return {*bake.kernels([bake.Call(function, arguments, options)], *GPUS["h100"])}

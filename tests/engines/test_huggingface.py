@@ -10,7 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 from installed import engine
-from reference import Weights, layer
+from moe_fp8 import experts as own_experts
+from moe_fp8.kernels.architectures import GPUS
+from moe_fp8.serving import bake
+from reference import Weights, kernels_of, layer
 
 from scripts.common.program import ROOT
 from scripts.measuring.accuracy import calc_diff
@@ -76,14 +79,25 @@ def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("implementation", huggingface.NAMES)
-def test_experts_with_ids_of_other_ranks(implementation):
-    """Transformers numbers the experts of other ranks `num_experts`, after the last local one."""
+def test_experts_with_ids_of_other_ranks(implementation, monkeypatch):
+    """Transformers numbers the experts of other ranks `num_experts`, after the last local one. The
+    kernels are those that `python -m moe_fp8.prepare` makes."""
+    asked = []
+
+    def noted(*call, **options):
+        asked.append(kernels_of(own_experts, *call, **options))
+        return own_experts(*call, **options)
+
+    monkeypatch.setattr(huggingface, "experts", noted)
     experts, weights = module(implementation)
     x, ids, scores = call()
     ids[2, 1] = ids[5] = E
     out = experts(x, ids, scores)
     expected = layer(x, ids.masked_fill(ids == E, -1), scores.float(), weights)
-    limit = 1e-5 if "accurate" in implementation else 2e-3
+    accurate = "accurate" in implementation
+    calls = bake.calls(bake.Model("", E, K, H, WIDTH), "transformers", accurate=accurate)
+    assert asked == [{*bake.kernels([*calls], *GPUS["h100"])}]
+    limit = 1e-5 if accurate else 2e-3
     assert out.dtype is torch.bfloat16 and calc_diff(out.double(), expected) < limit
     assert not out[5].any()
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from installed import engine
 from moe_fp8 import experts as own_experts
+from moe_fp8.kernels.architectures import GPUS
 from moe_fp8.reference import quantise_rows
-from moe_fp8.serving import plugins
+from moe_fp8.serving import bake, plugins
 from moe_fp8.serving import sglang as plugin
-from reference import Weights, layer, peer_of_a_sweep
+from reference import Weights, kernels_of, layer, peer_of_a_sweep
 
 from scripts.measuring.accuracy import calc_diff
 
@@ -242,6 +243,13 @@ def by_deepep(registered, monkeypatch):
     return of, method, module
 
 
+def made_for(exchange: str) -> set[Any]:
+    """Return the kernels that the command makes for the layer of `by_deepep`."""
+    model = bake.Model("", E, K, H, WIDTH)
+    calls = bake.calls(model, "sglang", E // LOCAL, True, exchange=exchange)
+    return {*bake.kernels([*calls], *GPUS["h100"])}
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch):
     """DeepEP's low-latency mode applies the weights in its combine: no factor and no sum here."""
@@ -263,6 +271,7 @@ def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch
     assert out.topk_ids is ids and out.topk_weights is weights
     ((call, kwargs),) = prepared
     assert call[0] is plugin.batched_experts and kwargs["expected_m"] == 6
+    assert not fp8 or kernels_of(*call, **kwargs) == made_for("deepep_ll")
     for expert, count in enumerate(counts.tolist()):
         of_expert = torch.full((count, 1), expert)
         reference = layer(x[expert, :count], of_expert, torch.ones(count, 1), of)
@@ -276,8 +285,13 @@ def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
     given = tokens(local_ids())
     weights, ids, _ = given.topk_output
     ids = ids.long()
-    prepared = []
-    monkeypatch.setattr(plugin, "prepare", lambda function, *_, **__: prepared.append(function))
+    prepared, asked = [], []
+
+    def prepare(function: Any, *call: Any, **options: Any) -> None:
+        prepared.append(function)
+        asked.append(kernels_of(function, *call, **options))
+
+    monkeypatch.setattr(plugin, "prepare", prepare)
     for count in (0, 33, 33):
         x, scale = given.hidden_states[:count], None
         if fp8:
@@ -288,6 +302,7 @@ def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
         assert isinstance(out, deepep.DeepEPNormalCombineInput)
         assert prepared == [plugin.experts] * (count > 0), "once, and by tokens"
     assert calc_diff(out.hidden_states, wanted(given, of, 1.0)) < 1e-3
+    assert not fp8 or asked == [made_for("deepep_normal")]
 
 
 @pytest.mark.parametrize(
@@ -414,22 +429,29 @@ def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
     assert calc_diff(found, reference) < 1e-5 < calc_diff(fast, reference)
 
 
-def test_kernels_are_prepared_for_the_calls_to_come(registered, monkeypatch):
-    """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU."""
-    of, prepared = Weights(LOCAL, H, WIDTH), []
+@pytest.mark.parametrize("shared", [0, 1])
+def test_kernels_are_prepared_for_the_calls_to_come(shared, registered, monkeypatch):
+    """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU. The kernels are those
+    that the command makes, which does not know whether SGLang runs the shared expert with us."""
+    of, prepared = Weights(LOCAL + shared, H, WIDTH), []
     monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
     method, module = method_and_layer(of)
-    method.create_moe_runner(module, config_of())
+    config = config_of(num_experts=E + shared, top_k=K + shared)
+    method.create_moe_runner(module, config)
     assert not prepared, "on a CPU"
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    method.create_moe_runner(module, config_of())
+    method.create_moe_runner(module, config)
     monkeypatch.undo()
     (((function, *call), kwargs),) = prepared
-    given = tokens(local_ids())
+    model = bake.Model("", E, K, H, WIDTH, shared)
+    made = bake.kernels([*bake.calls(model, "sglang", E // LOCAL, True)], *GPUS["h100"])
+    asked = kernels_of(function, *call, **kwargs)
+    assert asked < {*made} if shared else asked == {*made}
+    given = tokens(local_ids(top_k=K + shared))
     weights, ids, _ = given.topk_output
     passed = (ids, weights, given.hidden_states, of.w13, of.w13_scale, of.w2, of.w2_scale)
     assert function is plugin.experts
-    assert kwargs == {"accurate": False, "num_experts": E, "swiglu_limit": None}
+    assert kwargs == {"accurate": False, "num_experts": E + shared, "swiglu_limit": None}
     for made, real in zip(call, passed, strict=True):
         assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
 

@@ -3,27 +3,39 @@
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import logging
+import os
+import pkgutil
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from installed import engine
-from moe_fp8.serving import plugins
+from moe_fp8.kernels.architectures import GPUS
+from moe_fp8.reference import quantise_rows
+from moe_fp8.serving import bake, plugins
 from moe_fp8.serving import vllm as plugin
 from mxfp4_values import decoded, drawn
-from reference import Weights, layer, peer_of_a_sweep, wide
+from reference import Weights, kernels_of, layer, peer_of_a_sweep, wide
 
 from scripts.measuring.accuracy import calc_diff
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.serving import vllm_experts  # noqa: E402
 from vllm import logger as vllm_logger  # noqa: E402
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import (  # noqa: E402
+    DeviceConfig,
+    ModelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
@@ -38,6 +50,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (  # 
     MoEPrepareAndFinalizeNoDPEPModular,
 )
 from vllm.model_executor.layers.fused_moe.router import grouped_topk_router  # noqa: E402
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: E402
 from vllm.model_executor.layers.quantization import fp8 as engine_fp8  # noqa: E402
 from vllm.model_executor.layers.quantization import mxfp4 as engine_mxfp4  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
@@ -167,8 +180,6 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
 
 def test_tokens_that_were_quantised_before(problem):
     """An exchange between ranks quantises tokens; its scales [T, H/128] have either order."""
-    from moe_fp8.reference import quantise_rows
-
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     experts = vllm_experts.VllmExperts(config_of(), quant_config_of(weights))
@@ -204,7 +215,6 @@ class AsDeepEp(batched.BatchedPrepareAndFinalize):
 @pytest.fixture
 def quantised(monkeypatch):
     """Replaces vLLM's own quantiser, which needs a GPU."""
-    from moe_fp8.reference import quantise_rows
 
     def quantise(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, scale = quantise_rows(x)
@@ -674,3 +684,142 @@ def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
     """Without a GPU only vLLM's rules about shapes apply."""
     x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K)
     assert output.shape == x.shape
+
+
+# --- what `python -m moe_fp8.prepare` makes -------------------------------------------------------
+
+BLOCKS = {  # vLLM's experts of a model: the part of its code that makes the layer
+    "deepseek-v3": "deepseek_v2:DeepseekV2MoE",
+    "glm-5": "deepseek_v2:DeepseekV2MoE",
+    "kimi-k2": "deepseek_v2:DeepseekV2MoE",
+    "minimax-m2": "minimax_m2:MiniMaxM2MoE",
+    "qwen3-30b-a3b": "qwen3_moe:Qwen3MoeSparseMoeBlock",
+    "qwen3-235b-a22b": "qwen3_moe:Qwen3MoeSparseMoeBlock",
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """vLLM's groups of one process."""
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        store = f"file://{tmp_path_factory.mktemp('store')}/store"
+        parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture
+def block_of(one_process, monkeypatch):
+    """Returns vLLM's experts of a known model, made from its config.json on the meta device."""
+    for module in QUANTISERS:
+        monkeypatch.setattr(module, plugin.SELECT, getattr(module, plugin.SELECT))  # restored
+    monkeypatch.setenv(plugins.VLLM, "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # vLLM inspects in a process
+    init_workspace_manager(torch.device("meta"))
+    plugin.register()
+    fp8 = engine_fp8.Fp8Config.get_quant_method
+
+    def unless_dense(self, module: Any, prefix: str) -> Any:  # which needs a GPU's kernels
+        return (
+            UnquantizedLinearMethod()
+            if isinstance(module, LinearBase)
+            else fp8(self, module, prefix)
+        )
+
+    monkeypatch.setattr(engine_fp8.Fp8Config, "get_quant_method", unless_dense)
+    of_the_log = "expert_map_manager.ExpertMapManager.get_compressed_map_string"
+    monkeypatch.setattr(f"{plugin.MOE}.{of_the_log}", lambda self: "", raising=False)
+    for name in ("topk_softmax", "topk_sigmoid"):
+        monkeypatch.setattr(f"vllm._custom_ops.{name}", lambda *_, **__: None)
+
+    def block(name: str, ranks: int, rank: int, expert_parallel: bool) -> Any:
+        directory = str(bake.MODELS / name)
+        config = ModelConfig(model=directory, skip_tokenizer_init=True, dtype="bfloat16")
+        whole = VllmConfig(model_config=config, device_config=DeviceConfig("cpu"))
+        whole.parallel_config.enable_expert_parallel = expert_parallel
+        group = parallel_state.get_tp_group()
+        monkeypatch.setattr(group, "world_size", ranks)
+        monkeypatch.setattr(group, "rank_in_group", rank)
+        make = pkgutil.resolve_name(f"vllm.model_executor.models.{BLOCKS[name]}")
+        known = {
+            "vllm_config": whole, "config": config.hf_text_config, "prefix": "model.layers.5.mlp",
+            "parallel_config": whole.parallel_config, "quant_config": whole.quant_config,
+        }  # fmt: skip
+        named = {key: known[key] for key in inspect.signature(make).parameters if key in known}
+        with set_current_vllm_config(whole), torch.device("meta"):
+            return make(**named).experts.to("meta")  # with its map of experts
+
+    return block
+
+
+SPLITS = (1, 0, False, False), (2, 1, False, True), (8, 3, True, False)
+UNEVEN = (6, 0, True, False), (6, 5, True, True)  # 22 experts, 21
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rank", "expert_parallel", "accurate"),
+    [(name, *split) for name in BLOCKS for split in SPLITS]
+    + [("qwen3-30b-a3b", *split) for split in UNEVEN],
+)
+def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
+    name, ranks, rank, expert_parallel, accurate, block_of, monkeypatch
+):
+    """From the same config.json vLLM's model makes the layer, chooses experts and calls us."""
+    if accurate:
+        monkeypatch.setenv(plugins.VLLM, "accurate")
+    asked: list[set[Any]] = []
+    prepare = lambda *call, **options: asked.append(kernels_of(*call, **options))  # noqa: E731
+    monkeypatch.setattr(vllm_experts, "prepare", prepare)
+    runner = block_of(name, ranks, rank, expert_parallel)
+    layer = runner.routed_experts
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.empty(3, layer.moe_config.hidden_dim, dtype=torch.bfloat16, device="meta")
+    logits = torch.empty(3, layer.moe_config.num_experts, device="meta")
+    types = layer.quant_method.topk_indices_dtype
+    with torch.compiler.set_stance("force_eager"):
+        topk_weights, ids = runner.router.select_experts(x, logits, topk_indices_dtype=types)
+    layer.quant_method.apply(layer, x, topk_weights, ids, None, None)
+    (kernels,) = asked
+    model = bake.find_model(name)
+    calls = bake.calls(model, "vllm", ranks, expert_parallel, accurate=accurate)
+    made = {*bake.kernels([*calls], *GPUS["h100"])}
+    uneven = expert_parallel and model.experts % ranks > 0
+    assert kernels <= made and (len(made) > len(kernels)) == uneven
+
+
+EXCHANGES = {  # the part of vLLM that says which ids it needs
+    "allgather_reducescatter": "naive_dp_ep:MoEPrepareAndFinalizeNaiveDPEPModular",
+    "deepep_high_throughput": "deepep_ht:DeepEPHTPrepareAndFinalize",
+    "deepep_v2": "deepep_v2:DeepEPV2PrepareAndFinalize",
+    "deepep_low_latency": None,
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypatch):
+    """Tokens arrive in FP8, their scales token by token, or sorted by expert."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    if path := EXCHANGES[exchange]:
+        monkeypatch.setitem(sys.modules, "deep_ep", MagicMock())
+        of_exchange = pkgutil.resolve_name(f"{plugin.MOE}.prepare_finalize.{path}")
+        ids = ids.to(of_exchange.topk_indices_dtype(None) or ids.dtype)
+    asked: list[set[Any]] = []
+    prepare = lambda *call, **options: asked.append(kernels_of(*call, **options))  # noqa: E731
+    monkeypatch.setattr(vllm_experts, "prepare", prepare)
+    of = bake.EXCHANGES[exchange]
+    if of.batched:
+        exchanged(weights, x, topk_weights, ids)
+    else:
+        experts = vllm_experts.VllmExperts(config_of(), quant_config_of(weights))
+        q, scale = quantise_rows(x)
+        expert_map = torch.arange(E, dtype=torch.int32)
+        experts.apply(
+            torch.empty_like(x), q, weights.w13, weights.w2, topk_weights, ids,
+            MoEActivation.SILU, E, expert_map, scale.t().contiguous(), None, x, x, None, False,
+        )  # fmt: skip
+    model = bake.Model("", E, K, H, WIDTH)
+    call = bake.call(model, "vllm", E, WIDTH, 0, True, False, of)
+    assert asked == [{*bake.kernels([call], *GPUS["h100"])}]

@@ -14,6 +14,7 @@ from moe_fp8.api import call_of
 from moe_fp8.cache import CACHE_VARIABLE
 from moe_fp8.call import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
 from moe_fp8.kernels import fused
+from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.permute import PLACE_WARPS
 from moe_fp8.layer import BatchedLayer, FusedLayer
 from moe_fp8.reference import quantise_rows
@@ -380,18 +381,17 @@ def test_more_rows_than_the_kernels_can_count():
 
 def test_guesses_in_powers_of_two(call):
     of, inputs, out = call_of(batched_experts, **call)
-    device = torch.device("cpu")
     assert inputs.expected_m == 7 and of.key(inputs, out)[1:] == (7, 8)
     for guess, used in ((1, 1), (2, 2), (3, 4), (5, 8), (1000, 8)):
         key = of.key(inputs._replace(expected_m=guess), out)
-        assert key[-1] == used and of.chosen(guess, device) == of.chosen(
-            1 << (guess - 1).bit_length(), device
+        assert key[-1] == used and of.chosen(guess, HOPPER) == of.chosen(
+            1 << (guess - 1).bit_length(), HOPPER
         )
 
 
 def test_prepare_has_the_configs_of_every_guess(call):
     of, *_ = call_of(batched_experts, **call)
-    chosen = [of.chosen(m, torch.device("cpu")) for m in range(1, 1025)]
+    chosen = [of.chosen(m, HOPPER) for m in range(1, 1025)]
     configs = ahead.all_configs(lambda m: chosen[m - 1], 1024)
     assert configs == [*dict.fromkeys(chosen)] and 3 <= len(configs) <= 8
     assert prepare(batched_experts, **call) == 0, "nothing on the CPU"
@@ -411,22 +411,22 @@ def test_a_call_without_tokens(fp8, layer):
 
 def test_rows_that_lie_by_expert_are_not_gathered() -> None:
     """The layer would gather its rows for so few columns: 512 of an expert, then 64."""
-    shape, cpu = MoeShape(8, 8, 512, 256, 1, 1, 1, "given"), torch.device("cpu")
+    shape = MoeShape(8, 8, 512, 256, 1, 1, 1, "given")
     for rows, slices in ((512, False), (64, True)):
-        first, _ = FusedLayer(shape).chosen(8 * rows, cpu)
+        first, _ = FusedLayer(shape).chosen(8 * rows, HOPPER)
         assert (first.gathers, first.slices) == (True, False)
-        first, _ = BatchedLayer(shape).chosen(rows, cpu)
+        first, _ = BatchedLayer(shape).chosen(rows, HOPPER)
         assert (first.gathers, first.slices) == (False, slices)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64, 512])
 def test_configs_are_those_of_all_experts_rows(rows) -> None:
     """An expert's rows are rounded up to a power of two. No layer so wide gathers rows."""
-    shape, cpu = MoeShape(32, 32, 2048, 768, 1, 1, 1, "given"), torch.device("cpu")
-    chosen = BatchedLayer(shape).chosen(rows, cpu)
-    assert chosen == FusedLayer(shape).chosen(32 * rows, cpu)
-    assert chosen == BatchedLayer(shape).chosen(rows // 2 + 1, cpu)
-    assert chosen != FusedLayer(shape).chosen(rows, cpu)
+    shape = MoeShape(32, 32, 2048, 768, 1, 1, 1, "given")
+    chosen = BatchedLayer(shape).chosen(rows, HOPPER)
+    assert chosen == FusedLayer(shape).chosen(32 * rows, HOPPER)
+    assert chosen == BatchedLayer(shape).chosen(rows // 2 + 1, HOPPER)
+    assert chosen != FusedLayer(shape).chosen(rows, HOPPER)
 
 
 # --- the compiled kernels, in the emulator --------------------------------------------------------

@@ -56,8 +56,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     metadata = f"{wheel.name.rsplit('-', 3)[0]}.dist-info/"
     names = {n for n in zipfile.ZipFile(wheel).namelist() if not n.startswith(metadata)}
-    modules = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.py")}
-    assert names == {*modules, "moe_fp8/py.typed"} and len(modules) > 50
+    sources = (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("config.json"), PACKAGE / "py.typed")
+    assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in sources}
+    assert len(names) > 50
 
 
 def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path) -> None:

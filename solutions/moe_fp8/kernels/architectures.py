@@ -50,6 +50,9 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 }
 """By compute capability."""
 
+GPUS = {"h100": (HOPPER, 132), "h200": (HOPPER, 132), "b200": (BLACKWELL, 148)}
+"""The architecture and the multiprocessors of GPUs, in their SXM form."""
+
 
 @functools.cache  # asked in every call of a layer
 def of_device(device: torch.device) -> Architecture:

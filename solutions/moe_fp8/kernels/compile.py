@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass._mlir import ir
 from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
 from ..cache import KernelCache, cache_dir, import_closure
@@ -25,13 +27,13 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 COMPILE_OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
 DSL_VARIABLES = "CUTE_DSL_"
 """Beginning of the environment variables that the DSL reads; some of them change its output."""
-CPU_INFO = Path("/proc/cpuinfo")
-CPU_FIELDS = {
-    *("vendor_id", "cpu family", "model", "flags"),  # x86
-    *("CPU implementer", "CPU part", "Features"),  # Arm
-}
-"""The lines of that file that say which instructions a CPU has."""
-
+WITHOUT_EFFECT = re.compile(
+    f"{DSL_VARIABLES}(LOG_|JIT_|CACHE_DIR|NO_CACHE|DISABLE_FILE_CACHING|(SHOW|FILTER)_STACKTRACE)"
+)
+"""The variables that change no code: SGLang sets two of them in its processes."""
+HOST_CPUS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
+"""The oldest CPU of a machine in LLVM's words, and a feature that it has. LLVM would take the CPU
+that it runs on, and the host code of a file would not run on an older one."""
 
 DSL_TYPES = {
     torch.float32: Float32,
@@ -146,14 +148,21 @@ def made_of(
         "parameters": repr(named),
         "arguments": repr(tuple(arguments)),
         "options": COMPILE_OPTIONS.format(arch=arch),
-        "host": _host(),
-        "environment": repr(
-            sorted(item for item in os.environ.items() if item[0].startswith(DSL_VARIABLES))
-        ),
+        "host": platform.machine(),
+        "environment": repr(sorted(environment().items())),
         "versions": ", ".join(_versions()),
         "toolkit": repr(getattr(cutlass, "CUDA_VERSION", None)),
         # This file too: it makes the arguments that the compiler sees of their descriptions.
         "sources": _source_digest(*map(_source, classes), Path(__file__)),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables that may change the DSL's output."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(DSL_VARIABLES) and not WITHOUT_EFFECT.match(name)
     }
 
 
@@ -194,6 +203,19 @@ def _load(path: Path) -> Any:
 
 
 def _export(function: Any, path: Path) -> None:
+    """Write a function as an object file for every CPU of this machine's kind."""
+    cpu, feature = HOST_CPUS[platform.machine()]
+    parse = ir.Attribute.parse  # type: ignore[attr-defined]
+    with function.ir_module.context:
+        attributes = {
+            "target_cpu": parse(f'"{cpu}"'),
+            # Without it LLVM adds the features of its own CPU.
+            "target_features": parse(f'#llvm.target_features<["{feature}"]>'),
+        }
+        for operation in function.ir_module.body.operations:
+            if operation.operation.name == "llvm.func":
+                for name, value in attributes.items():
+                    operation.operation.attributes[name] = value
     function.export_to_c(str(path), function_name=ENTRY_POINT)
 
 
@@ -201,19 +223,6 @@ def _export(function: Any, path: Path) -> None:
 def _versions() -> tuple[str, ...]:
     packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
     return tuple(f"{package}=={importlib.metadata.version(package)}" for package in packages)
-
-
-@functools.cache
-def _host() -> str:
-    """The machine and its CPU, for which the host's part of a kernel is compiled; where nothing is
-    known of the CPU, this host's name."""
-    try:
-        first = CPU_INFO.read_text("utf-8", errors="replace").split("\n\n")[0]
-    except OSError:
-        first = ""
-    fields = [[part.strip() for part in line.split(":", 1)] for line in first.splitlines()]
-    known = [": ".join(field) for field in fields if field[0] in CPU_FIELDS]
-    return ", ".join([platform.machine(), *(known or [platform.node()])])
 
 
 def _source(cls: type) -> Path:

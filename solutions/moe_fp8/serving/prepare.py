@@ -30,7 +30,7 @@ from ..api import call_of
 from ..cache import KernelCache, cache_dir
 from ..call import CHUNK_TOKENS, LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs, some_tokens
 from ..kernels import architectures
-from ..layer import fused_geometry, make_call
+from ..layer import FusedLayer, make_call
 
 PACKAGE = __name__.removesuffix(".serving.prepare")
 MAIN = f"""
@@ -84,19 +84,28 @@ def prepare(
     tokens, gpu = min(tokens, CHUNK_TOKENS), out.get_device()
     if not out.is_cuda or tokens <= layer.prepared.get(gpu, 0):
         return 0
-    configs = all_configs(partial(layer.chosen, device=out.device), tokens)
-    form = layer.usual_form
+    kernels = geometries(
+        layer, tokens, architectures.of_device(out.device), architectures.num_sms(out.device)
+    )
     with architectures.on_device(out.device):
-        compiled = compile_all(
-            [fused_geometry(out.device, layer.shape, pair, form) for pair in configs]
-        )
+        compiled = compile_all(kernels)
         # The first launch of a kernel loads its machine code to the GPU.
         one = without_pairs(inputs)
         one_output = torch.empty_like(one[2], dtype=torch.bfloat16)
-        for pair in configs:
-            make_call(1, out.device, layer.shape, layer.terms, pair, form)(one, one_output)
+        for shape, *pair, _, _, form in kernels:
+            make_call(1, out.device, shape, layer.terms, pair, form)(one, one_output)
     layer.prepared[gpu] = tokens
     return compiled
+
+
+def geometries(
+    layer: FusedLayer, tokens: int, architecture: architectures.Architecture, num_sms: int
+) -> list[Geometry]:
+    """List the kernels of a layer's calls with 1 to `tokens` tokens on a GPU of this kind."""
+    configs = all_configs(partial(layer.chosen, architecture=architecture), tokens)
+    return [
+        (layer.shape, *pair, num_sms, architecture.target, layer.usual_form) for pair in configs
+    ]
 
 
 def all_configs(chosen: Callable[[int], Any], tokens: int) -> list[Any]:

@@ -1,0 +1,425 @@
+"""Fill a kernel cache on a machine that needs no GPU: the program `python -m moe_fp8.prepare`.
+
+    python -m moe_fp8.prepare --model qwen3-30b-a3b --gpu h100 --output /kernels
+    MOE_FP8_CACHE_DIR=/kernels MOE_FP8_VLLM=1 vllm serve Qwen/Qwen3-30B-A3B-Instruct-2507-FP8
+
+The kernels of a layer follow from its sizes, from the types and layouts of the tensors that an
+engine passes, and from the GPU. `calls` makes these tensors from a model's configuration, without
+memory. tests/engines compares them with those of the plugins in the engines.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..api import batched_experts, call_of, experts
+from ..cache import CACHE_VARIABLE, KernelCache
+from ..call import BLOCK, CHUNK_TOKENS, MoeShape
+from ..kernels.architectures import GPUS, Architecture
+from .plugins import BLOCK_SHAPE, describe_layers, in_words
+from .prepare import Geometry, compile_all, geometries, missing
+
+MODELS = Path(__file__).with_name("models")
+"""The configurations of the models that are known by name."""
+CONFIG = "config.json"
+NAMES = {
+    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "hidden": ("hidden_size",),
+    "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+}
+"""The names that configurations have for a size, the first one that is there counts."""
+SHARED = ("n_shared_experts", "num_shared_experts")
+ACTIVATION = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+ENGINES = ("vllm", "sglang", "transformers")
+
+
+class Exchange(NamedTuple):
+    """The form of tokens that an exchange between ranks delivers, in FP8 with scales."""
+
+    engine: str
+    batched: bool  # sorted by expert, for `batched_experts`
+    ids: torch.dtype = torch.int32
+
+
+EXCHANGES = {
+    "allgather_reducescatter": Exchange("vllm", False),
+    "deepep_high_throughput": Exchange("vllm", False, torch.int64),
+    "deepep_v2": Exchange("vllm", False, torch.int64),
+    "deepep_low_latency": Exchange("vllm", True),
+    "nixl_ep": Exchange("vllm", True),
+    "deepep_normal": Exchange("sglang", False, torch.int64),
+    "deepep_ll": Exchange("sglang", True),
+}
+"""By the engine's name of it."""
+
+
+class UsageError(Exception):
+    """An error that other options avoid: reported as one line, exit status 2."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The expert layers of a model."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    shared: int = 0  # experts of every token, which SGLang may run with the others
+    activation: tuple[tuple[str, float], ...] = ()  # options of `experts`
+
+
+class Call(NamedTuple):
+    """A call that a plugin prepares for, with tensors that have no memory."""
+
+    function: Any
+    arguments: tuple[torch.Tensor, ...]
+    options: dict[str, Any]
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def find_model(name: str) -> Model:
+    """Return a known model, one in a directory or a file, or one of the Hugging Face hub.
+
+    Raises:
+        UsageError: there is none, or its experts are not served.
+    """
+    path = Path(name)
+    if (MODELS / name / CONFIG).is_file():
+        path = MODELS / name / CONFIG
+    elif path.is_dir():
+        path /= CONFIG
+    elif not path.exists() and name.count("/") == 1:
+        path = download(name)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        known = ", ".join(sorted(directory.name for directory in MODELS.iterdir()))
+        raise UsageError(
+            f"--model {name}: expected a directory with a {CONFIG}, such a file, "
+            f"a name of the Hugging Face hub or one of {known} ({error})"
+        ) from None
+    try:
+        return read_model(name, config)
+    except ValueError as error:
+        raise UsageError(f"--model {name}: {error}") from None
+
+
+def download(name: str) -> Path:
+    """Return the configuration of a model of the Hugging Face hub.
+
+    Raises:
+        UsageError: it cannot be had.
+    """
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, CONFIG))
+    except Exception as error:  # no package, no network, no such model, no access
+        why = str(error).strip().partition("\n")[0]
+        raise UsageError(f"--model {name}: no such directory, and not to be had: {why}") from None
+
+
+def read_model(name: str, config: Any) -> Model:
+    """Return the model of a `config.json`.
+
+    Raises:
+        ValueError: it has no experts, or such that no engine runs on the layer.
+    """
+    if not isinstance(config, dict):
+        raise ValueError(f"expected an object, got {type(config).__name__}")
+    text = config.get("text_config")
+    outer = config
+    if isinstance(text, dict) and not any(key in config for key in NAMES["experts"]):
+        config = text  # a model that sees images, too
+    quantisation = outer.get("quantization_config") or config.get("quantization_config") or {}
+    if why := why_not(quantisation):
+        raise ValueError(why)
+    if "fp4" in (config.get("expert_dtype"), quantisation.get("expert_dtype")):
+        raise ValueError("experts in FP4: their scales are known when they are loaded")
+    if "swiglu_limits" in config:
+        raise ValueError("swiglu_limits: expected one swiglu_limit for all layers")
+    sizes = {}
+    for what, names in NAMES.items():
+        found = [config[key] for key in names if type(config.get(key)) is int]
+        if not found:
+            raise ValueError(f"no {' or '.join(names)}: expected a mixture of experts")
+        sizes[what] = found[0]
+    shared = [config[key] for key in SHARED if type(config.get(key)) is int]
+    activation = tuple((key, config[key]) for key in ACTIVATION if config.get(key))
+    return Model(name, **sizes, shared=shared[0] if shared else 0, activation=activation)
+
+
+def why_not(quantisation: Mapping[str, Any]) -> str:
+    """Return why no engine runs weights of this `quantization_config` on the layer, or "". If it is
+    empty, an engine may quantise what it loads."""
+    if not quantisation:
+        return ""
+    method, blocks = quantisation.get("quant_method"), quantisation.get("weight_block_size")
+    for group in (quantisation.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        blocks = blocks or weights.get("block_structure") or weights.get("strategy")
+    if list(blocks or ()) == BLOCK_SHAPE:
+        return ""
+    return f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, got {method} of {blocks}"
+
+
+# --- calls --------------------------------------------------------------------------------------
+
+
+def calls(
+    model: Model,
+    engine: str = "vllm",
+    tensor_parallel: int = 1,
+    expert_parallel: bool = False,
+    data_parallel: int = 1,
+    exchange: str | None = None,
+    accurate: bool = False,
+    padded: bool = False,
+) -> Iterator[Call]:
+    """Yield the calls that the ranks of an engine prepare for, of every form that it may choose.
+
+    Args:
+        model: its expert layers.
+        engine: one of `ENGINES`.
+        tensor_parallel: GPUs that share a layer.
+        expert_parallel: the GPUs, those of all `data_parallel` replicas, have whole experts.
+        data_parallel: replicas, in vLLM.
+        exchange: the exchange of tokens between ranks, one of `EXCHANGES`.
+        accurate: two FP8 terms between the GEMMs.
+        padded: shards are widened by `pad_shard`.
+
+    Raises:
+        UsageError: the GPUs cannot share the layer like this.
+    """
+    ranks = tensor_parallel * data_parallel
+    split = ranks if expert_parallel else 1
+    if not expert_parallel and model.intermediate % ranks:
+        raise UsageError(f"{ranks} GPUs: expected a divisor of {model.intermediate} columns")
+    if split > 1 and engine != "vllm" and model.experts % split:
+        raise UsageError(f"{split} GPUs: expected a divisor of {model.experts} experts")
+    # vLLM gives the first ranks one expert more if the experts cannot be shared evenly.
+    locals_ = {-(-model.experts // split), model.experts // split}
+    width = model.intermediate if expert_parallel else model.intermediate // ranks
+    widths = {width}
+    if padded:
+        firsts = (rank * width % BLOCK for rank in range(ranks // split))
+        widths = {-(-(first + width) // BLOCK) * BLOCK for first in firsts}
+    # SGLang decides by the model and the GPU whether it runs the shared experts with the others.
+    fused = {0, model.shared} if engine == "sglang" and exchange is None else {0}
+    for local in sorted(locals_):
+        for width in sorted(widths):
+            for shared in sorted(fused):
+                yield call(
+                    model, engine, local, width, shared, split > 1, accurate,
+                    EXCHANGES[exchange] if exchange else None,
+                )  # fmt: skip
+
+
+def call(
+    model: Model,
+    engine: str,
+    local: int,
+    width: int,
+    shared: int,
+    has_map: bool,
+    accurate: bool,
+    exchange: Exchange | None,
+) -> Call:
+    """Return the call of a layer with `local` of the model's and `shared` more experts."""
+    number, local, top_k = model.experts + shared, local + shared, model.top_k + shared
+    x_type = torch.float8_e4m3fn if exchange else torch.bfloat16
+    weights = (
+        tensor(torch.float8_e4m3fn, local, 2 * width, model.hidden),
+        tensor(torch.float32, local, 2 * width // BLOCK, model.hidden // BLOCK),
+        tensor(torch.float8_e4m3fn, local, model.hidden, width),
+        tensor(torch.float32, local, model.hidden // BLOCK, width // BLOCK),
+    )
+    options: dict[str, Any] = {"accurate": accurate, **dict(model.activation)}
+    if exchange and exchange.batched:
+        options["x_scale"] = tensor(torch.float32, local, 1, model.hidden // BLOCK)
+        x = tensor(x_type, local, 1, model.hidden)
+        return Call(batched_experts, (x, tensor(torch.int32, local), *weights), options)
+    ids = torch.int64 if engine == "transformers" else exchange.ids if exchange else torch.int32
+    if exchange:  # token by token
+        options["x_scale"] = tensor(torch.float32, 1, model.hidden // BLOCK).t()
+    if engine == "vllm" and has_map:
+        options["expert_map"] = tensor(torch.int32, number)
+    elif engine != "transformers":
+        options["num_experts"] = number
+    pairs = tensor(ids, 1, top_k), tensor(torch.float32, 1, top_k)
+    return Call(experts, (*pairs, tensor(x_type, 1, model.hidden), *weights), options)
+
+
+def tensor(dtype: torch.dtype, *size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def kernels(of: Sequence[Call], architecture: Architecture, num_sms: int) -> list[Geometry]:
+    """List the kernels of these calls with any number of tokens.
+
+    Raises:
+        UsageError: the kernels refuse a layer's sizes or its activation.
+    """
+    listed: dict[Geometry, None] = {}
+    for function, arguments, options in of:
+        try:
+            layer, *_ = call_of(function, *arguments, **options)
+        except ValueError as error:
+            raise UsageError(f"the layer is not served: {error}") from None
+        listed |= dict.fromkeys(geometries(layer, CHUNK_TOKENS, architecture, num_sms))
+    return [*listed]
+
+
+# --- program ------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit status."""
+    args = parser().parse_args(argv)
+    try:
+        return bake(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m moe_fp8.prepare",
+        description="Compile the kernels of a model's expert layers into a directory, for every "
+        "number of tokens that an engine can schedule. No GPU is needed. An engine that starts "
+        "with this directory in MOE_FP8_CACHE_DIR compiles nothing, whichever user it runs as, "
+        "if root or that user made it.",
+        epilog="exit status: 0 all kernels are there, 1 something failed, 2 usage or environment",
+    )
+    made.add_argument(
+        "--model", required=True, metavar="DIR_OR_NAME",
+        help=f"a model's directory or its {CONFIG}, a name of the Hugging Face hub (if "
+        "huggingface_hub is installed), or one of "
+        + ", ".join(sorted(directory.name for directory in MODELS.iterdir())),
+    )  # fmt: skip
+    made.add_argument("--engine", choices=ENGINES, default="vllm", help="default: vllm")
+    made.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="N",
+        help="GPUs that share a layer; default: 1",
+    )  # fmt: skip
+    made.add_argument(
+        "--expert-parallel", action="store_true",
+        help="the GPUs have whole experts instead of a part of each",
+    )  # fmt: skip
+    made.add_argument(
+        "--data-parallel", type=positive, default=1, metavar="N",
+        help="replicas that share the layers, in vLLM; default: 1",
+    )  # fmt: skip
+    made.add_argument(
+        "--exchange", choices=EXCHANGES,
+        help="the exchange of tokens with --expert-parallel: vLLM's all2all backend (default with "
+        "--data-parallel: allgather_reducescatter), SGLang's DeepEP mode",
+    )  # fmt: skip
+    made.add_argument("--accurate", action="store_true", help="two FP8 terms between the GEMMs")
+    made.add_argument(
+        "--pad-shard", action="store_true",
+        help="shards are widened by moe_fp8.pad_shard, in code of your own; no plugin does that",
+    )  # fmt: skip
+    made.add_argument("--gpu", choices=GPUS, required=True, help="the kind of GPU, in its SXM form")
+    made.add_argument(
+        "--multiprocessors", type=positive, metavar="N",
+        help="multiprocessors of a GPU that has others, such as an H100 PCIe's 114",
+    )  # fmt: skip
+    made.add_argument(
+        "--output", type=Path, required=True, metavar="DIR",
+        help="the cache directory; kernels that it has are left alone",
+    )  # fmt: skip
+    return made
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
+    return number
+
+
+def bake(args: argparse.Namespace) -> int:
+    """Compile what the options ask for, and print a table."""
+    model, exchange = find_model(args.model), args.exchange
+    if args.expert_parallel and args.data_parallel > 1:
+        exchange = exchange or "allgather_reducescatter"
+    if exchange and (EXCHANGES[exchange].engine != args.engine or not args.expert_parallel):
+        engine = EXCHANGES[exchange].engine
+        raise UsageError(f"--exchange {exchange}: expected --engine {engine} --expert-parallel")
+    if args.data_parallel > 1 and args.engine != "vllm":
+        raise UsageError(f"--data-parallel {args.data_parallel}: expected --engine vllm")
+    asked = calls(
+        model, args.engine, args.tensor_parallel, args.expert_parallel, args.data_parallel,
+        exchange, args.accurate, args.pad_shard,
+    )  # fmt: skip
+    architecture, num_sms = GPUS[args.gpu]
+    needed = kernels([*asked], architecture, args.multiprocessors or num_sms)
+    try:
+        import cutlass
+
+        from ..kernels.compile import environment, is_kept, made_of
+        from ..kernels.fused import describe_fused
+    except ImportError as error:  # names the package and the needed version
+        raise UsageError(str(error)) from None
+    directory = args.output.absolute()
+    os.environ[CACHE_VARIABLE] = str(directory)
+    os.umask(0o022)  # others read the kernels: a server is often another user
+    cache = KernelCache(directory)
+    try:
+        with cache.lock("prepare"):
+            pass
+    except OSError as error:
+        raise UsageError(f"--output {args.output}: {error}") from None
+    before, start = len(missing(needed)), time.monotonic()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # a kernel that cannot be kept
+            compile_all(needed)
+    except Exception as error:  # of the compiler
+        print(f"error: {in_words(error)}", file=sys.stderr)
+        return 1
+    seconds = time.monotonic() - start
+    described = [describe_fused(*geometry) for geometry in needed]
+    if lost := sum(not is_kept(*kernel) for kernel in described):
+        print(f"error: {directory} lacks {lost} of {len(needed)} kernels", file=sys.stderr)
+        return 1
+    keys = [made_of(*kernel) for kernel in described]
+    size = sum(entry.size for entry in cache.entries() if entry.made_of in keys)
+    toolkit: Any = getattr(cutlass, "CUDA_VERSION", None)
+    machine = [keys[0]["host"], keys[0]["versions"]]
+    rows = {
+        "kernels": f"{len(needed)}, {before} compiled in {seconds:.0f} s",
+        "size": f"{size / 2**20:.1f} MiB",
+        "layers": "; ".join(dict.fromkeys(layers_of(shape) for shape, *_ in needed)),
+        "GPU": f"{args.gpu}, {needed[0][4]}, {needed[0][3]} multiprocessors",
+        "versions": ", ".join(machine + [f"CUDA {toolkit.major}.{toolkit.minor}"] * bool(toolkit)),
+        **environment(),
+        "use it": f"{CACHE_VARIABLE}={directory}",
+    }
+    for name, value in rows.items():
+        print(f"{name:9} {value}")
+    return 0
+
+
+def layers_of(shape: MoeShape) -> str:
+    sizes = shape.num_experts, shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    return describe_layers(*sizes, shape.top_k).removeprefix("layers of ")

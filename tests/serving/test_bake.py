@@ -1,0 +1,364 @@
+"""A kernel cache that is made without a GPU: which kernels, who can use it, where it may lie, and
+what the program says. Whether the kernels are those that engines ask for: tests/engines."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from moe_fp8.api import call_of
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.call import Form
+from moe_fp8.kernels import fused
+from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.serving import bake
+from moe_fp8.serving import prepare as ahead
+
+SMALL = {
+    "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 256, "moe_intermediate_size": 128,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+USER, GROUP = 54321, 65432
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(SMALL))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch) -> Iterator[None]:
+    """The program sets the variable and the umask of its process."""
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    monkeypatch.setattr(fused.compile_fused, "functions", {})
+    mask = os.umask(0o022)
+    yield
+    os.umask(mask)
+
+
+def run(model: Any, output: Path, *options: str, gpu: str = "h100") -> int:
+    given = ("--model", str(model), "--gpu", gpu, "--output", str(output), *options)
+    try:
+        return bake.main(given)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+# --- other users, other places --------------------------------------------------------------------
+
+LOADING = """
+import errno, fcntl, os, pickle, sys, warnings
+from moe_fp8.kernels import compile as compiling, fused
+from moe_fp8.serving import prepare
+geometries, user, groups, locks = pickle.load(sys.stdin.buffer)
+def refuse(*_, **__): raise AssertionError("compiled, or waited for a lock")
+def lockless(*_): raise OSError(errno.ENOSYS, "no locks")
+compiling.cute.compile = prepare.in_processes = refuse
+fcntl.flock = refuse if locks else lockless
+warnings.simplefilter("error", RuntimeWarning)
+prepare.missing(geometries)  # Python and the sources may be in a directory of root's
+os.setgroups(groups), os.setgid(user), os.setuid(user)
+assert prepare.compile_all(geometries) == 0
+assert [*fused.compile_fused.functions] == geometries and os.getuid() == user
+"""
+
+
+@pytest.fixture(scope="module")
+def baked() -> Iterator[SimpleNamespace]:
+    """A directory with two kernels that root has made under a mask that hides them."""
+    root = Path(tempfile.mkdtemp())
+    root.chmod(0o755)
+    model = root / "config.json"
+    model.write_text(json.dumps(SMALL))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, "")
+        patch.setattr(bake, "CHUNK_TOKENS", 24)
+        patch.setattr(fused.compile_fused, "functions", {})
+        mask = os.umask(0o077)
+        status = run(model, root / "kernels")
+        os.umask(mask)
+        listed = bake.kernels([*bake.calls(bake.find_model(str(model)))], HOPPER, 132)
+    yield SimpleNamespace(status=status, directory=root / "kernels", kernels=listed)
+    shutil.rmtree(root)
+
+
+def as_it_is(path: Path) -> None:
+    pass
+
+
+def read_only(path: Path) -> None:
+    path.chmod(path.stat().st_mode & ~0o222)
+
+
+def of_a_volume(path: Path) -> None:
+    """As Kubernetes changes a volume for `fsGroup`."""
+    os.chown(path, 0, GROUP)
+    path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("change", [as_it_is, read_only, of_a_volume])
+@pytest.mark.parametrize("locks", [True, False], ids=["", "without locks"])
+def test_another_user_compiles_nothing(change, locks, baked):
+    assert baked.status == 0 and len(baked.kernels) >= 2
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        directory = Path(folder) / "kernels"
+        shutil.copytree(baked.directory, directory)
+        for path in (*directory.rglob("*"), directory):
+            change(path)
+        groups = [GROUP] * (change is of_a_volume)
+        done = subprocess.run(
+            [sys.executable, "-c", LOADING],
+            input=pickle.dumps((baked.kernels, USER, groups, locks)),
+            env={**os.environ, CACHE_VARIABLE: str(directory), "PYTHONPATH": str(ahead.PARENT)},
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+# --- which kernels --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[Any]:
+    """The kernels that the program would compile; nothing is."""
+    kernels: list[Any] = []
+    monkeypatch.setattr(bake, "compile_all", kernels.extend)
+    monkeypatch.setattr("moe_fp8.kernels.compile.is_kept", lambda *_: True)
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "target", "num_sms"),
+    [
+        ("h100", (), "sm_90a", 132),
+        ("h200", (), "sm_90a", 132),
+        ("b200", (), "sm_100a", 148),
+        ("h100", ("--multiprocessors", "114"), "sm_90a", 114),
+    ],
+)
+def test_the_gpu_decides_kernels(gpu, options, target, num_sms, config, compiled, tmp_path, capsys):
+    assert run(config, tmp_path / "out", *options, gpu=gpu) == 0
+    assert {geometry[3:5] for geometry in compiled} == {(num_sms, target)}
+    printed = capsys.readouterr().out
+    assert f"GPU       {gpu}, {target}, {num_sms} multiprocessors\n" in printed
+    assert "layers    4 of 4 experts, top 2, 256 x 128\n" in printed
+    assert f"use it    {CACHE_VARIABLE}={tmp_path / 'out'}\n" in printed
+    architecture = BLACKWELL if gpu == "b200" else HOPPER
+    for tokens in (1, 37, 16384):
+        pair = architecture.choose_layer(tokens, compiled[0][0], 1)
+        assert pair in [geometry[1:3] for geometry in compiled]
+
+
+def forms(*calls: bake.Call) -> list[tuple[int, int, int, Form]]:
+    """All experts, local ones, width and form of each call."""
+    layers = [call_of(call.function, *call.arguments, **call.options)[0] for call in calls]
+    return [
+        (
+            of.shape.num_experts,
+            of.shape.num_local_experts,
+            of.shape.intermediate_size,
+            of.usual_form,
+        )
+        for of in layers
+    ]
+
+
+I32, I64, F32, BF16, FP8 = (
+    torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn
+)  # fmt: skip
+USUAL = Form(I32, F32, BF16, gate_first=True)
+MAPPED = Form(I32, F32, BF16, gate_first=True, has_map=True)
+MODEL = bake.Model("a", 10, 4, 256, 768, shared=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [(10, 10, 768, USUAL)]),
+        ({"tensor_parallel": 2}, [(10, 10, 384, USUAL)]),
+        ({"tensor_parallel": 2, "data_parallel": 3}, [(10, 10, 128, USUAL)]),
+        ({"tensor_parallel": 1, "expert_parallel": True}, [(10, 10, 768, USUAL)]),
+        ({"tensor_parallel": 5, "expert_parallel": True}, [(10, 2, 768, MAPPED)]),
+        (
+            {"tensor_parallel": 4, "expert_parallel": True},
+            [(10, 2, 768, MAPPED), (10, 3, 768, MAPPED)],
+        ),
+        (
+            {"data_parallel": 2, "expert_parallel": True, "exchange": "deepep_high_throughput"},
+            [(10, 5, 768, Form(I64, F32, FP8, True, gate_first=True, has_map=True))],
+        ),
+        (
+            {"data_parallel": 2, "expert_parallel": True, "exchange": "nixl_ep"},
+            [(5, 5, 768, Form(I32, None, FP8, gate_first=True, batched=True))],
+        ),
+        ({"engine": "sglang"}, [(10, 10, 768, USUAL), (11, 11, 768, USUAL)]),
+        (
+            {"engine": "sglang", "tensor_parallel": 2, "expert_parallel": True},
+            [(10, 5, 768, USUAL), (11, 6, 768, USUAL)],
+        ),
+        ({"engine": "transformers"}, [(10, 10, 768, Form(I64, F32, BF16, gate_first=True))]),
+        # Of 192 columns the first and the third shard lie in two blocks, each in its own way.
+        ({"tensor_parallel": 4, "padded": True}, [(10, 10, 256, USUAL)]),
+        ({"tensor_parallel": 8, "padded": True}, [(10, 10, 128, USUAL), (10, 10, 256, USUAL)]),
+    ],
+)
+def test_the_engine_and_the_split_decide_kernels(options, expected):
+    assert forms(*bake.calls(MODEL, **options)) == expected
+
+
+def test_options_reach_the_kernels(config, compiled, tmp_path):
+    config.joinpath("config.json").write_text(json.dumps({**SMALL, "swiglu_limit": 7.0}))
+    assert run(config, tmp_path / "out", "--accurate") == 0
+    assert {geometry[2].terms for geometry in compiled} == {2}
+    assert {geometry[0].swiglu.limit for geometry in compiled} == {7.0}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def test_every_known_model_is_served() -> None:
+    names = [path.name for path in bake.MODELS.iterdir()]
+    assert len(names) >= 7
+    for name in names:
+        assert forms(*bake.calls(bake.find_model(name)))
+    found = bake.find_model("deepseek-v3")
+    assert found == bake.Model("deepseek-v3", 256, 8, 7168, 2048, shared=1)
+    assert bake.find_model("minimax-m2") == bake.Model("minimax-m2", 256, 8, 3072, 1536)
+
+
+GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [128, 128]}}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": SMALL},
+        {"text_config": {**SMALL, "quantization_config": None},
+         "quantization_config": SMALL["quantization_config"]},
+        {**SMALL, "quantization_config": None},
+        {**SMALL, "quantization_config": {"quant_method": "x", "config_groups": GROUPS}},
+        {**SMALL, "swiglu_limit": None, "intermediate_size": 999},
+        {**SMALL, "swiglu_limit": 0},
+    ],
+)  # fmt: skip
+def test_a_configuration_is_read(config):
+    assert bake.read_model("a", config) == bake.Model("a", 4, 2, 256, 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_experts": None}, "no n_routed_experts or num_experts or"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "got fp8 of None"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
+         r"blocks of \[128, 128\], got fp8 of \[1, 128\]"),
+        ({"quantization_config": {"config_groups": {"a": {"weights": {"strategy": "channel"}}}}},
+         "got None of channel"),
+        ({"expert_dtype": "fp4"}, "experts in FP4"),
+        ({"quantization_config": {"weight_block_size": [128, 128], "expert_dtype": "fp4"}},
+         "experts in FP4"),
+        ({"swiglu_limits": [1, 2]}, "swiglu_limits: expected one"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_not_served_is_refused(changes, why):
+    with pytest.raises(ValueError, match=why):
+        bake.read_model("a", {**SMALL, **changes})
+
+
+def test_a_model_of_the_hub(config, compiled, tmp_path, monkeypatch, capsys):
+    def download(name: str, file: str) -> str:
+        assert (name, file) == ("someone/a-model", "config.json")
+        return str(config / file)
+
+    hub = SimpleNamespace(hf_hub_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert run("someone/a-model", tmp_path / "out") == 0 and compiled
+    hub.hf_hub_download = lambda *_: next(iter(()))
+    assert run("someone/a-model", tmp_path / "out") == 2
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert run("someone/a-model", tmp_path / "out") == 2
+    assert capsys.readouterr().err.count("no such directory, and not to be had") == 2
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tensor-parallel", "2"), "intermediate_size=64: expected a positive multiple"),
+        (("--tensor-parallel", "3"), "3 GPUs: expected a divisor of 128 columns"),
+        (("--tensor-parallel", "3", "--expert-parallel", "--engine", "sglang"),
+         "3 GPUs: expected a divisor of 4 experts"),
+        (("--exchange", "nixl_ep"),
+         "--exchange nixl_ep: expected --engine vllm --expert-parallel"),
+        (("--exchange", "nixl_ep", "--engine", "sglang", "--expert-parallel"), "--engine vllm"),
+        (("--data-parallel", "2", "--engine", "sglang"), "--data-parallel 2: expected --engine"),
+        (("--tensor-parallel", "0"), "0: expected at least 1"),
+        (("--gpu", "a100"), "a100"),
+    ],
+)  # fmt: skip
+def test_options_that_are_wrong(options, message, config, compiled, tmp_path, capsys):
+    assert run(config, tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err and not compiled and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_configuration_that_cannot_be_read(content, config, tmp_path, capsys):
+    path = config / "config.json"
+    path.unlink() if content is None else path.write_text(content)
+    assert run(config, tmp_path / "out") == 2
+    assert f"--model {config}: expected a" in capsys.readouterr().err
+
+
+def test_a_directory_that_others_can_write_to(config, compiled, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    assert run(config, tmp_path / "out") == 2 and not compiled
+    assert "can be written by other users (mode 777" in capsys.readouterr().err
+
+
+def fails(*_: Any) -> None:
+    raise RuntimeError("the compiler has crashed")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(fails, "RuntimeError: the compiler has crashed"), (lambda kernels: None, "lacks")],
+)
+def test_kernels_that_are_not_there_are_a_failure(make, why, config, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bake, "compile_all", make)
+    assert run(config, tmp_path / "out") == 1
+    assert why in capsys.readouterr().err
+
+
+def test_an_interruption(config, monkeypatch, tmp_path):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bake, "compile_all", interrupt)
+    assert run(config, tmp_path / "out") == 130
+
+
+def test_the_name_of_the_program_is_that_of_the_function() -> None:
+    import moe_fp8.prepare
+
+    assert moe_fp8.prepare is ahead.prepare
+    environment = {**os.environ, "PYTHONPATH": str(ahead.PARENT)}
+    command = [sys.executable, "-m", "moe_fp8.prepare", "--help"]
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: python -m moe_fp8.prepare" in done.stdout
