@@ -200,14 +200,14 @@ def make_call(
 
     configs = configs or architectures.of_device(device).choose_layer(tokens, shape, terms)
     function = fused.compile_fused(*fused_geometry(device, shape, configs, form))
-    gpu, exponents = device.index, form.weight_scale is torch.float8_e8m0fnu
+    gpu, view_of = device.index, view_of_scales(form)
     if form.batched:
         size = fused.batched_workspace_bytes(shape, terms, tokens, not form.has_scales)
 
         def batched_call(inputs: Any, output: torch.Tensor) -> None:
             num_tokens, _, x, x_scale, w13, w13_scale, w2, w2_scale = inputs
-            if exponents:
-                w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
+            if view_of is not None:
+                w13_scale, w2_scale = view_of(w13_scale), view_of(w2_scale)
             workspace = allocate(size, gpu)
             try:
                 function(x, x_scale, num_tokens, w13, w13_scale, w2, w2_scale, output, workspace)
@@ -221,8 +221,8 @@ def make_call(
 
     def call(inputs: Any, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
-        if exponents:
-            w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
+        if view_of is not None:
+            w13_scale, w2_scale = view_of(w13_scale), view_of(w2_scale)
         workspace = allocate(size, gpu)
         try:
             function(
@@ -239,6 +239,14 @@ def fused_geometry(device: torch.device, shape: MoeShape, configs: Any, form: Fo
     """Return the parameters of `kernels.fused.compile_fused` for a GPU."""
     target = architectures.of_device(device).target
     return shape, *configs, architectures.num_sms(device), target, form
+
+
+def view_of_scales(form: Form) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a function that views weight scales as the compiled function takes them, or None if it
+    takes them as they are."""
+    if form.per_channel:
+        return lambda scales: scales.unsqueeze(-1) if scales.dim() == 2 else scales
+    return bytes_of if form.weight_scale is torch.float8_e8m0fnu else None
 
 
 def bytes_of(exponents: torch.Tensor) -> torch.Tensor:

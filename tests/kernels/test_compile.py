@@ -362,13 +362,16 @@ OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8
 
 
 @pytest.mark.parametrize(
+    "scales", [{"weight_scale": torch.float8_e8m0fnu}, {"per_channel": True}], ids=str
+)
+@pytest.mark.parametrize(
     ("tokens", "terms"), [(14107, 1), *more(*product((1, 80, 901), (1, 2)), (14107, 2))]
 )
-def test_options_of_the_activation_take_no_room(tokens, terms, compiled_layer):
-    """Beside tokens in bfloat16 and weight scales that are exponents: no spill, and clamps in the
-    first GEMM alone."""
+def test_options_of_the_activation_take_no_room(tokens, terms, scales, compiled_layer):
+    """Beside tokens in bfloat16 and weight scales that are exponents or of channels: no spill, and
+    clamps in the first GEMM alone."""
     configs = HOPPER.choose_layer(tokens, OTHERWISE, terms)
-    form = Form(x=torch.bfloat16, weight_scale=torch.float8_e8m0fnu)
+    form = Form(x=torch.bfloat16, **scales)
     _, kernels = compiled_layer(OTHERWISE, configs, "sm_90a", form)
     clamps = [part.count(".NaN.f32") for part in kernels]
     first, _ = configs
