@@ -4,23 +4,30 @@ from collections.abc import Callable
 
 import torch
 from moe_fp8.call import BLOCK, DEEPSEEK_V3
-from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.reference import quantise_blocks, quantise_channels, quantise_rows
 
 
 class Weights:
-    """Gate above up, as checkpoints have them."""
+    """Gate above up, as checkpoints have them. Scales of channels `[E, N, 1]` are as engines have
+    them."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int):
+    def __init__(self, experts: int, hidden: int, intermediate: int, per_channel: bool = False):
+        self.per_channel = per_channel
         generator = torch.Generator().manual_seed(0)
 
         def random(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=generator) / size[-1] ** 0.5
 
-        self.w13, self.w13_scale = quantise_blocks(random(experts, 2 * intermediate, hidden))
-        self.w2, self.w2_scale = quantise_blocks(random(experts, hidden, intermediate))
+        quantise = quantise_channels if per_channel else quantise_blocks
+        self.w13, self.w13_scale = quantise(random(experts, 2 * intermediate, hidden))
+        self.w2, self.w2_scale = quantise(random(experts, hidden, intermediate))
+        if per_channel:
+            self.w13_scale, self.w2_scale = self.w13_scale[..., None], self.w2_scale[..., None]
 
 
 def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if scale.shape[-1] == 1:
+        return values.double() * scale
     return values.double() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
 
 
