@@ -26,7 +26,7 @@ class Weights:
 
 
 def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    if scale.shape[-1] == 1:
+    if scale.shape[-2] == values.shape[-2]:
         return values.double() * scale
     return values.double() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
 
