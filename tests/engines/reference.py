@@ -61,7 +61,7 @@ def layer(
 
 
 def peer_of_a_sweep(
-    name: str, hidden: int, intermediate: int, top_k: int
+    name: str, hidden: int, intermediate: int, top_k: int, per_channel: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and what an engine's function, as a sweep calls it, makes of them: shapes alone."""
     from scripts.measuring import subjects
@@ -70,12 +70,14 @@ def peer_of_a_sweep(
         return torch.empty(size, dtype=dtype, device="meta")
 
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
+
+    def scales(rows: int, columns: int) -> torch.Tensor:
+        return shaped(f32, 4, *((rows, 1) if per_channel else (rows // BLOCK, columns // BLOCK)))
+
     weights = (
-        shaped(fp8, 4, 2 * intermediate, hidden),
-        shaped(f32, 4, 2 * intermediate // BLOCK, hidden // BLOCK),
-        shaped(fp8, 4, hidden, intermediate),
-        shaped(f32, 4, hidden // BLOCK, intermediate // BLOCK),
-    )
+        shaped(fp8, 4, 2 * intermediate, hidden), scales(2 * intermediate, hidden),
+        shaped(fp8, 4, hidden, intermediate), scales(hidden, intermediate),
+    )  # fmt: skip
     run = subjects.ENGINES[name](weights, shaped(i32, DEEPSEEK_V3.num_experts))
     x, ids = shaped(torch.bfloat16, 3, hidden), shaped(i32, 3, top_k)
     return x, run(ids, ids.float(), x)

@@ -490,9 +490,10 @@ def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
     assert "does not serve" in caplog.text and "RuntimeError: broken; SGLang's" in caplog.text
 
 
-def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_peer_of_a_sweep_is_called_as_it_can_be(per_channel) -> None:
     """Without a GPU only SGLang's rules about shapes apply."""
-    x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K)
+    x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K, per_channel)
     assert output.shape == x.shape
 
 

@@ -552,7 +552,8 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch):
         plugin.register()
 
 
-def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_peer_of_a_sweep_is_called_as_it_can_be(per_channel) -> None:
     """Without a GPU only vLLM's rules about shapes apply."""
-    x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K)
+    x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K, per_channel)
     assert output.shape == x.shape
