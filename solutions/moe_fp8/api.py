@@ -128,9 +128,9 @@ def fused_moe(
             whose shape does not tell.
         gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
         gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of
-            128 x 128.
+            128 x 128; or `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row, an output channel.
         gemm2_weights: `[L, H, I]` float8_e4m3fn.
-        gemm2_weights_scale: `[L, H/128, I/128]` of the same type.
+        gemm2_weights_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         local_expert_offset: the first of the L experts that live here.
         routed_scaling_factor: of all weights.
         n_group, topk_group, top_k: of the routing.
@@ -216,9 +216,10 @@ def experts(
         topk_weights: `[T, K]` float32, what an expert's output is multiplied by.
         x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
-        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
+            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, I/128]` of the same type.
+        w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
             passed transposed by `.t()`: no copy is made. Without it they are refused, but where
             T = H/128, whose shape does not tell.
@@ -298,9 +299,10 @@ def batched_experts(
         x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
         num_tokens: `[L]` int32. A negative count is taken for 0, one beyond R for R.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
-        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
+            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, I/128]` of the same type.
+        w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[L, R, H/128]` float32 of FP8 tokens, in memory with a row's or with a block's
             values side by side (DeepEP's strides are `(R H/128, 1, R)`); None of bfloat16.
         expected_m: about how many tokens an expert has, so that the kernels' tiles suit; R without

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from markers import backends, more
+from markers import backends, more, only
 from moe_fp8 import batched_experts, experts, fused_moe, quantise_channels, reference
 from moe_fp8.call import Form
+from moe_fp8.kernels.compile import made_of
+from moe_fp8.kernels.fused import describe_fused
 from problems import SHAPE, configs_of, fused_output, gemm, inputs_of, use_target
 from small_layer import ROUTING, named_tensors, tensors_of
 
@@ -36,9 +38,9 @@ def few_bits(weights: torch.Tensor) -> torch.Tensor:
     return (weights.float() * 8).round().div(8).clamp(-100, 100).to(weights.dtype)
 
 
-def layers(accurate: bool) -> dict[str, tuple[Any, list[str], dict[str, Any]]]:
+def layers(tokens: int) -> dict[str, tuple[Any, list[str], dict[str, Any]]]:
     """The functions, their names of weights and scales, and their arguments."""
-    of_experts, of_all = named_tensors(tokens=9), tensors_of(9)
+    of_experts, of_all = named_tensors(tokens=tokens), tensors_of(tokens)
     routed = {"topk_ids": "ids", "topk_weights": "weights", "x": "x"}
     batched = {"x": "by_expert", "num_tokens": "num_tokens"}
     names = ["w13", "w13_scale", "w2", "w2_scale"]
@@ -60,8 +62,9 @@ def layers(accurate: bool) -> dict[str, tuple[Any, list[str], dict[str, Any]]]:
 @backends("cpu", "gpu")
 @pytest.mark.parametrize("accurate", [False, True])
 @pytest.mark.parametrize("function", ["experts", "batched_experts", "fused_moe"])
-def test_the_bits_of_multiplied_weights(function, accurate, backend):
-    run, names, call = layers(accurate)[function]
+@pytest.mark.parametrize("tokens", [9, *only("gpu", 300, 3000)])
+def test_the_bits_of_multiplied_weights(tokens, function, accurate, backend):
+    run, names, call = layers(tokens)[function]
     call["accurate"] = accurate
     channels, blocks = dict(call), dict(call)
     for weights, scale in (names[:2], names[2:]):
@@ -98,6 +101,15 @@ def test_the_kernels_bits_of_multiplied_weights(target, name, terms, emulator, m
     assert not any(report.hazards for report in emulator.reports)
     assert torch.equal(out, fused_output(inputs._replace(**blocks), SHAPE, configs))
     assert out.isfinite().all() and out.any(dim=1).all()
+
+
+def test_the_kernel_cache_tells_channels_from_blocks():
+    of_channels, of_blocks = (
+        made_of(*describe_fused(SHAPE, *configs_of("sm_90a", "128"), 132, "sm_90a", form))
+        for form in (Form(per_channel=True), Form())
+    )
+    changed = {name for name in of_blocks if of_blocks[name] != of_channels[name]}
+    assert changed == {"parameters", "arguments"}
 
 
 def test_the_model_multiplies_the_sums_once():
