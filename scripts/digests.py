@@ -120,7 +120,7 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
 
 def form_units(target: str) -> Iterator[Unit]:
     """Yield forms of the layer that no definition has: bfloat16 tokens, given experts, batched
-    experts, exponents as scales, a clamped SwiGLU; at few and at many tokens."""
+    experts, exponents or channels as scales, a clamped SwiGLU; at few and at many tokens."""
     import torch
     from moe_fp8.call import Form, MoeShape, Swiglu
     from moe_fp8.kernels.architectures import of_target
@@ -128,6 +128,7 @@ def form_units(target: str) -> Iterator[Unit]:
     arch, bf16, f32, i32 = of_target(target), torch.bfloat16, torch.float32, torch.int32
     usual = Form(i32, f32, bf16, gate_first=True)
     e8m0 = Form(i32, f32, bf16, gate_first=True, weight_scale=torch.float8_e8m0fnu)
+    channels = Form(i32, f32, bf16, gate_first=True, per_channel=True)
     batched = Form(i32, None, gate_first=True, batched=True)
     batched_bf16 = Form(i32, None, bf16, gate_first=True, batched=True)
     clamped = Swiglu(10.0, 1.702, 1.0)
@@ -145,6 +146,8 @@ def form_units(target: str) -> Iterator[Unit]:
         "experts bf16 map": (main, Form(i32, f32, bf16, gate_first=True, has_map=True), 1),
         "experts fp8 i64 strided": (main, strided, 1),
         "experts bf16 e8m0 clamped": (shape_of(256, 32, 7168, 2048, 8, clamped, True), e8m0, 1),
+        "experts bf16 per channel": (main, channels, 1),
+        "experts bf16 per channel accurate": (main, channels, 2),
         "fused_moe bf16": (MoeShape(), Form(x=bf16), 1),
         "fused_moe bf16 bf16 logits no bias": (
             MoeShape(),

@@ -6,6 +6,7 @@
     python3 run.py measure kernels --workloads 80           of fused, or of other --solutions
     python3 run.py measure sweep                            T = 1, 2, 4 ... 16384
     python3 run.py measure sweep --as engines
+    python3 run.py measure sweep --as channels              a weight scale for each channel
     python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
     python3 run.py measure gemm --grid study                81 configurations, even rows
     python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
@@ -202,17 +203,24 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     By default of fused, fused_hifi, flat and three peers. A wrong output has no time. With --as
     engines tokens are bfloat16, and experts are chosen and tokens quantised within the call:
     `moe_fp8.experts` in all its forms, the functions of vLLM and SGLang if these are installed, and
-    the peers. dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared expert
-    fused, and has `moe_fp8.experts` besides its solutions.
+    the peers. With --as channels weights have a scale for each channel: `moe_fp8.experts` on them,
+    on the same weights in blocks, and the engines' functions. dsv3_tp8_shared, which is in no data
+    set, is DeepSeek-V3 TP8 with the shared expert fused, and has `moe_fp8.experts` besides its
+    solutions.
     """
     from scripts.measuring import cases, clock, subjects
     from scripts.publishing import tables
 
-    engines, layers = args.form == "engines", args.definition
+    engines, layers = args.form in ("engines", "channels"), args.definition
     if engines and any(d.routing == RENORMALIZE or d.swiglu_limit is not None for d in layers):
-        raise UsageError("--as engines: not of a layer that clamps or routes by renormalisation")
-    wanted = args.solutions or ([FUSED, *subjects.PEERS] if engines else subjects.SOLUTIONS)
-    name = "sweep_engines" if engines else "sweep" if len(layers) == 1 else "models"
+        raise UsageError(
+            f"--as {args.form}: not of a layer that clamps or routes by renormalisation"
+        )
+    if args.form == "channels" and args.solutions:
+        raise UsageError("--solutions: not with --as channels, no solution takes such weights")
+    peers = () if args.form == "channels" else subjects.PEERS
+    wanted = args.solutions or ([FUSED, *peers] if engines else subjects.SOLUTIONS)
+    name = f"sweep_{args.form}" if engines else "sweep" if len(layers) == 1 else "models"
     rates = clock.measure_rates()
     into = writer(args, name, REPLAYED, rates=rates)
     yield into
@@ -220,7 +228,8 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     for layer in layers:
         chosen = subjects.choose(layer, wanted, args.local, args.run_foreign)
         of_solutions = functools.partial(subjects.of_solutions, layer, chosen)
-        calls = subjects.Engines(layer, chosen) if engines else of_solutions
+        as_called = {"engines": subjects.Engines, "channels": subjects.Channels}
+        calls = as_called[args.form](layer, chosen) if engines else of_solutions
         problems = cases.problems_of(layer, args.local, "cuda", args.seed)
         text = f"{layer.short} T={{}}".strip().format
         for length in steps(lengths, text, lambda t: 4000 + t):
@@ -353,7 +362,7 @@ def parse_arguments() -> argparse.Namespace:
     options.definition(to, type=find_layer, **several)
     add_tokens(to, "(1 2 4 ... 16384)")
     text = "what is called: the definition's solutions, or what engines call"
-    to.add_argument("--as", dest="form", choices=("definition", "engines"), help=text)
+    to.add_argument("--as", dest="form", choices=("definition", "engines", "channels"), help=text)
     to = begin("gemm", measure_gemm, options.local)
     rows = to.add_mutually_exclusive_group()
     rows.add_argument("--grid", choices=("quick", "study"), help="even rows (quick)")

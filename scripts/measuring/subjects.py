@@ -9,6 +9,8 @@ behind a quantiser of one launch. The engines' weights have gate above up, as in
 The FP8 forms of ours show the cost of quantisation, of the gate-above-up order and of token-major
 scales. A peer that reorders its weights in every call has a second line with weights that were
 reordered once, as a server would do.
+
+`Channels` are calls on weights with a scale for each channel, beside the same weights in blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -185,15 +187,23 @@ def route(
 # --- the engines ----------------------------------------------------------------------------------
 
 
+def is_per_channel(weights: Weights) -> bool:
+    w13, w13_scale, *_ = weights
+    return w13_scale.shape[1] == w13.shape[1]
+
+
 def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
     w13, w13_scale, w2, w2_scale = weights
+    form: dict[str, Any] = dict(block_shape=[BLOCK, BLOCK])
+    if is_per_channel(weights):
+        form = dict(per_act_token_quant=True, per_out_ch_quant=True)
     options: dict[str, Any] = dict(
         global_num_experts=len(places),
         expert_map=places,
-        quant_config=fp8_w8a8_moe_quant_config(w13_scale, w2_scale, block_shape=[BLOCK, BLOCK]),
+        quant_config=fp8_w8a8_moe_quant_config(w13_scale, w2_scale, **form),
     )
     return lambda ids, topk_weights, x: fused_experts(x, w13, w2, topk_weights, ids, **options)
 
@@ -213,9 +223,9 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
         get_parallel().override_permanently(tp_group=parallel_state._TP)
     w13, w13_scale, w2, w2_scale = weights
     config = MoeRunnerConfig(num_experts=len(places), num_local_experts=len(w13), inplace=False)
-    options: dict[str, Any] = dict(
-        use_fp8_w8a8=True, w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[BLOCK, BLOCK]
-    )
+    options: dict[str, Any] = dict(use_fp8_w8a8=True, w1_scale=w13_scale, w2_scale=w2_scale)
+    per_channel = is_per_channel(weights)
+    options |= dict(per_channel_quant=True) if per_channel else dict(block_shape=[BLOCK, BLOCK])
 
     def run(ids: torch.Tensor, topk_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         local = places.index_select(0, ids.view(-1)).view_as(ids)  # -1 elsewhere
@@ -343,6 +353,64 @@ class Engines:
         for name, function in self.experts_of(offset).items():
             add(name, {"peer": True}, partial(engine, function), kind=Returning)
         return inputs, subjects
+
+
+class Channels(Engines):
+    """Calls of experts with a weight scale for each channel, beside the same weights in blocks.
+
+    The blocks of a row get one scale, so that both forms are the same layer, and one reference
+    serves both. Tokens are FP8 values in bfloat16: the reference has no error of its own quantiser.
+    """
+
+    def __call__(self, drawn: MoeInputs) -> tuple[MoeInputs, Subjects]:
+        """Return the inputs for the reference, and the calls."""
+        w13, w2 = drawn.gemm1_weights, drawn.gemm2_weights
+        drawn_scales = drawn.gemm1_weights_scale, drawn.gemm2_weights_scale
+        of_rows = [scale[..., :1] for scale in drawn_scales]  # [E, N/128, 1]
+        channels = [scale.repeat_interleave(BLOCK, dim=1) for scale in of_rows]  # [E, N, 1]
+        blocks = [
+            rows.expand_as(scale).contiguous()
+            for rows, scale in zip(of_rows, drawn_scales, strict=True)
+        ]
+        inputs = drawn._replace(
+            hidden_states_scale=torch.ones_like(drawn.hidden_states_scale),
+            gemm1_weights_scale=blocks[0],
+            gemm2_weights_scale=blocks[1],
+        )
+        if not self.gate_first:
+            first = torch.cat(w13.view(torch.uint8).chunk(2, 1)[::-1], 1).view(w13.dtype)
+            scale = torch.cat(channels[0].chunk(2, 1)[::-1], 1)
+            self.gate_first = (first, scale, w2, channels[1])
+        x, logits, bias = drawn.hidden_states.to(torch.bfloat16), inputs[0], inputs[1]
+        assert bias is not None  # the definition has one
+        offset, factor = int(drawn.local_expert_offset), float(drawn.routed_scaling_factor)
+        shape = self.shape
+
+        def routed(logits: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return route(logits, bias, offset, factor, shape)
+
+        def ours(scales: Any, accurate: bool, logits: Any, x: Any, out: Any) -> None:
+            options: dict[str, Any] = dict(
+                local_expert_offset=offset, num_experts=shape.num_experts, accurate=accurate
+            )
+            weights = w13, scales[0], w2, scales[1]
+            experts(*routed(logits), x, *weights, gate_first=False, **options, out=out)
+
+        def engine(run: Experts, logits: Any, x: Any, _: Any) -> torch.Tensor:
+            return run(*routed(logits), x)
+
+        own = self.chosen.fields.get(FUSED, {"peer": False})
+        calls: dict[str, tuple[Any, Any, Any]] = {
+            "experts per channel": (partial(ours, channels, False), own, Timed),
+            "experts in blocks": (partial(ours, blocks, False), own, Timed),
+            "experts per channel, accurate": (partial(ours, channels, True), own, Timed),
+        }
+        for name, function in self.experts_of(offset).items():
+            calls[f"{name} per channel"] = partial(engine, function), {"peer": True}, Returning
+        return inputs, {
+            name: (partial(kind, run, [logits, x, torch.empty_like(x)]), fields)
+            for name, (run, fields, kind) in calls.items()
+        }
 
 
 # --- the measurement ------------------------------------------------------------------------------

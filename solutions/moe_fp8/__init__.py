@@ -24,6 +24,7 @@ PUBLIC = {
     "pad_shard": "serving.shards",
     "prepare": "serving.prepare",
     "quantise_blocks": "reference",
+    "quantise_channels": "reference",
     "quantise_rows": "reference",
 }
 """The module of each public name. The first use of a name imports its module: a packed solution has

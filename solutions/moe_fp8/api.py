@@ -128,9 +128,9 @@ def fused_moe(
             whose shape does not tell.
         gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
         gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of
-            128 x 128.
+            128 x 128; or `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row, an output channel.
         gemm2_weights: `[L, H, I]` float8_e4m3fn.
-        gemm2_weights_scale: `[L, H/128, I/128]` of the same type.
+        gemm2_weights_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         local_expert_offset: the first of the L experts that live here.
         routed_scaling_factor: of all weights.
         n_group, topk_group, top_k: of the routing.
@@ -216,9 +216,10 @@ def experts(
         topk_weights: `[T, K]` float32, what an expert's output is multiplied by.
         x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
-        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
+            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, I/128]` of the same type.
+        w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
             passed transposed by `.t()`: no copy is made. Without it they are refused, but where
             T = H/128, whose shape does not tell.
@@ -298,9 +299,10 @@ def batched_experts(
         x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
         num_tokens: `[L]` int32. A negative count is taken for 0, one beyond R for R.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
-        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128.
+        w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
+            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
         w2: `[L, H, I]` float8_e4m3fn.
-        w2_scale: `[L, H/128, I/128]` of the same type.
+        w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[L, R, H/128]` float32 of FP8 tokens, in memory with a row's or with a block's
             values side by side (DeepEP's strides are `(R H/128, 1, R)`); None of bfloat16.
         expected_m: about how many tokens an expert has, so that the kernels' tiles suit; R without
@@ -466,13 +468,13 @@ def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLay
     """
     logits, bias, x, x_scale, w13, w13_scale, w2, *_ = inputs
     try:
-        (_, experts), (_, hidden), (local, _, _), (_, _, intermediate) = (
+        (_, experts), (_, hidden), (local, rows, _), (_, _, intermediate) = (
             logits.shape, x.shape, w13.shape, w2.shape,
         )  # fmt: skip
         key = (
             "deepseek_v3", experts, local, hidden, intermediate, *routing,
             logits.dtype, None if bias is None else bias.dtype, x.dtype, _is_strided(x_scale),
-            False, w13_scale.dtype, *options,
+            False, w13_scale.dtype, _is_per_channel(w13_scale, rows), *options,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape((0, "[T, E]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
@@ -485,7 +487,7 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
     """Return the layer for the sizes and types of a call of `experts`; errors as `moe_layer`."""
     ids, _, x, x_scale, w13, w13_scale, w2, _, _, expert_map = inputs
     try:
-        (_, top_k), (_, hidden), (local, _, _), (_, _, intermediate) = (
+        (_, top_k), (_, hidden), (local, rows, _), (_, _, intermediate) = (
             ids.shape, x.shape, w13.shape, w2.shape,
         )  # fmt: skip
         if expert_map is not None:
@@ -499,7 +501,7 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
         key = (
             "given", local if num_experts is None else num_experts, local, hidden, intermediate,
             1, 1, top_k, ids.dtype, F32, x.dtype, _is_strided(x_scale), expert_map is not None,
-            w13_scale.dtype, *options,
+            w13_scale.dtype, _is_per_channel(w13_scale, rows), *options,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape((0, "[T, K]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
@@ -515,10 +517,12 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
     `expected_m` as an integer; errors as `moe_layer`."""
     _, expected, x, _, w13, w13_scale, w2, _ = inputs
     try:
-        (local, rows, hidden), (_, _, _), (_, _, intermediate) = x.shape, w13.shape, w2.shape
+        (local, rows, hidden), (_, rows13, _), (_, _, intermediate) = (
+            x.shape, w13.shape, w2.shape,
+        )  # fmt: skip
         key = (
             "batched", local, local, hidden, intermediate, 1, 1, 1, I32, None, x.dtype, False,
-            False, w13_scale.dtype, *options,
+            False, w13_scale.dtype, _is_per_channel(w13_scale, rows13), *options,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape((2, "[L, R, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
@@ -561,8 +565,8 @@ def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...]
 def _layer(
     kind: str, num_experts: Any, local: int, hidden: int, intermediate: int,
     n_group: Any, topk_group: Any, top_k: Any,
-    choice: Any, bias: Any, x: Any, strided: bool, has_map: bool, weight_scale: Any,
-    gate_first: Any, accurate: Any,
+    choice: Any, bias: Any, x: Any, strided: bool, has_map: bool,
+    weight_scale: Any, per_channel: bool, gate_first: Any, accurate: Any,
     swiglu_limit: Any, swiglu_alpha: Any, swiglu_beta: Any, ue8m0: Any,
 ) -> FusedLayer:  # fmt: skip
     """Make the layer of these sizes and types."""
@@ -580,10 +584,21 @@ def _layer(
         "deepseek_v3" if kind == "deepseek_v3" else "given", swiglu, ue8m0,
     )  # fmt: skip
     is_batched = kind == "batched"
-    form = Form(choice, bias, x, strided, gate_first, has_map, weight_scale, is_batched)
+    if per_channel:
+        weight_scale = F32  # others are refused by name with the rest of the arguments
+    form = Form(
+        choice, bias, x, strided, gate_first, has_map, weight_scale, per_channel, is_batched
+    )
     layer = BatchedLayer if is_batched else FusedLayer
     unusual = None if form == Form() else form
     return layer(shape, 2 if accurate else 1, form=unusual, out_name="out")
+
+
+def _is_per_channel(scale: Any, rows: int) -> bool:
+    """Return True if there is a scale for each of the `rows` rows of an expert's weights, and not
+    for each block."""
+    dense = isinstance(scale, torch.Tensor) and not scale.is_nested
+    return dense and scale.shape[1:2] == (rows,)
 
 
 def _is_strided(x_scale: Any) -> bool:

@@ -260,6 +260,7 @@ class Form:
     gate_first: bool = False  # gate rows lie above up rows in the weights of GEMM1
     has_map: bool = False  # a map from expert ids to local experts
     weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
+    per_channel: bool = False  # weights have a scale for each row, not for each block
     batched: bool = False  # tokens are sorted by expert, with counts: `BatchedInputs`
 
     @property
@@ -301,9 +302,9 @@ class MoeInputs(NamedTuple):
     hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
     hidden_states_scale: Any  # [H/128, T] float32; None with bfloat16
     gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
-    gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
     gemm2_weights: torch.Tensor  # [E, H, I] float8_e4m3fn
-    gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32
+    gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32; per channel [E, H]
     local_expert_offset: int | torch.Tensor
     routed_scaling_factor: float | torch.Tensor
 
@@ -316,9 +317,9 @@ class RoutedInputs(NamedTuple):
     x: torch.Tensor  # [T, H] float8_e4m3fn or bfloat16
     x_scale: torch.Tensor | None  # [H/128, T] float32, None where x is bfloat16
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
-    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
     w2: torch.Tensor  # [E, H, I] float8_e4m3fn
-    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32; per channel [E, H]
     local_expert_offset: int | torch.Tensor
     expert_map: torch.Tensor | None  # [any] int32: local expert of an id, or -1
 
@@ -332,9 +333,9 @@ class BatchedInputs(NamedTuple):
     x: torch.Tensor  # [E, R, H] float8_e4m3fn or bfloat16
     x_scale: torch.Tensor | None  # [E, R, H/128] float32 of any strides, None where x is bfloat16
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
-    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32
+    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
     w2: torch.Tensor  # [E, H, I] float8_e4m3fn
-    w2_scale: torch.Tensor  # [E, H/128, I/128] float32
+    w2_scale: torch.Tensor  # [E, H/128, I/128] float32; per channel [E, H]
 
 
 Inputs = MoeInputs | RoutedInputs | BatchedInputs
@@ -482,12 +483,19 @@ def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output"
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
     scale, size = form.weight_scale, form.weight_scale.itemsize
     order = "gate rows, then up rows" if form.gate_first else "up rows, then gate rows"
-    block = f"one scale per {BLOCK}x{BLOCK} block"
+    scales: tuple[tuple[int, ...], ...] = (2 * i // BLOCK, h // BLOCK), (h // BLOCK, i // BLOCK)
+    each_of = f"one scale per {BLOCK}x{BLOCK} block, or one per row"
+    if form.per_channel:
+        scales, each_of = ((2 * i,), (h,)), "one scale per row of the weights"
+    scales13, scales2 = (
+        TensorSpec(name, (e, *of_one), scale, each_of, size, column=form.per_channel)
+        for name, of_one in zip(names[5:8:2], scales, strict=True)
+    )
     weights = (
         TensorSpec(names[4], (e, 2 * i, h), fp8, f"{order}, of each expert"),
-        TensorSpec(names[5], (e, 2 * i // BLOCK, h // BLOCK), scale, block, size),
+        scales13,
         TensorSpec(names[6], (e, h, i), fp8, "one down projection per local expert"),
-        TensorSpec(names[7], (e, h // BLOCK, i // BLOCK), scale, block, size),
+        scales2,
     )
     if form.batched:
         by_row = TensorSpec(
@@ -540,6 +548,7 @@ class TensorSpec(NamedTuple):
     meaning: str
     alignment: int = ALIGNMENT  # bytes; the address is a multiple of it
     strided: bool = False  # contiguous rows or contiguous columns are enough
+    column: bool = False  # a last dimension of 1 may follow
 
     @property
     def extents(self) -> str:
@@ -601,7 +610,7 @@ class Signature:
 
     def _wrong(self, tensor: Any, spec: TensorSpec, device: Any) -> str:
         """Return what was expected and what came, or "" if the argument is right."""
-        _, shape, dtype, meaning, alignment, strided = spec
+        _, shape, dtype, meaning, alignment, strided, column = spec
         if not isinstance(tensor, torch.Tensor):
             return f"a {dtype} tensor {spec.extents}, got {type(tensor).__name__}"
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -609,7 +618,7 @@ class Signature:
             return f"a dense (strided) tensor, got layout {layout}"
         if tensor.dtype is not dtype:
             return f"dtype {dtype}, got {tensor.dtype} ({meaning})"
-        if tensor.shape != shape:
+        if tensor.shape != shape and not (column and tensor.shape == (*shape, 1)):
             return f"shape {spec.extents}, got {list(tensor.shape)} ({meaning})"
         if tensor.device != device:
             all_tensors = f"all tensors must be on the device of {self.specs[0].name}"

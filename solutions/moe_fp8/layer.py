@@ -195,14 +195,14 @@ def make_call(
     configs = configs or architecture.choose_layer(tokens, shape, terms)
     multiprocessors = architectures.num_sms(device)
     function = fused.compile_fused(shape, *configs, multiprocessors, architecture.target, form)
-    gpu, exponents = device.index, form.weight_scale is torch.float8_e8m0fnu
+    gpu, view_of = device.index, view_of_scales(form)
     if form.batched:
         size = fused.batched_workspace_bytes(shape, terms, tokens, not form.has_scales)
 
         def batched_call(inputs: Any, output: torch.Tensor) -> None:
             num_tokens, _, x, x_scale, w13, w13_scale, w2, w2_scale = inputs
-            if exponents:
-                w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
+            if view_of is not None:
+                w13_scale, w2_scale = view_of(w13_scale), view_of(w2_scale)
             workspace = allocate(size, gpu)
             try:
                 function(x, x_scale, num_tokens, w13, w13_scale, w2, w2_scale, output, workspace)
@@ -216,8 +216,8 @@ def make_call(
 
     def call(inputs: Any, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
-        if exponents:
-            w13_scale, w2_scale = bytes_of(w13_scale), bytes_of(w2_scale)
+        if view_of is not None:
+            w13_scale, w2_scale = view_of(w13_scale), view_of(w2_scale)
         workspace = allocate(size, gpu)
         try:
             function(
@@ -228,6 +228,14 @@ def make_call(
             free(workspace)
 
     return call
+
+
+def view_of_scales(form: Form) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a function that views weight scales as the compiled function takes them, or None if it
+    takes them as they are."""
+    if form.per_channel:
+        return lambda scales: scales.unsqueeze(-1) if scales.dim() == 2 else scales
+    return bytes_of if form.weight_scale is torch.float8_e8m0fnu else None
 
 
 def bytes_of(exponents: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The arithmetic of the layer in plain torch.
 
 It computes calls on CPU tensors, and tests compare the kernels with it. Unlike the kernels it reads
-row counts on the host. `quantise_rows` and `quantise_blocks` make the layer's FP8 operands.
+row counts on the host. `quantise_rows`, `quantise_blocks` and `quantise_channels` make the layer's
+FP8 operands.
 """
 
 from typing import Any
@@ -292,24 +293,26 @@ def grouped_gemm(
     a: torch.Tensor,  # [R, K] float8_e4m3fn, or [R, 2K]: two terms of each value
     a_scale: torch.Tensor,  # [K/128, R] float32
     b: torch.Tensor,  # [E, N, K] float8_e4m3fn
-    b_scale: torch.Tensor,  # [E, N/128, K/128] float32
+    b_scale: torch.Tensor,  # [E, N/128, K/128] float32, or per channel [E, N] or [E, N, 1]
     out: torch.Tensor,  # [R, N] bfloat16 or float32
     expert_rows: torch.Tensor,  # [2, E] int32, see `flat_rows`
 ) -> None:
-    """Compute `out = a @ b[expert].T` with block scales, for the rows of each expert.
+    """Compute `out = a @ b[expert].T` with scales, for the rows of each expert.
 
     For each K block in ascending order: `acc += (a_scale * b_scale) * (sum of the block's
-    products)`, in float32. The end result is rounded to `out`'s type. Other rows of `out` are not
-    written.
+    products)`, in float32. With a scale per channel: `acc += a_scale * (sum of the block's
+    products)`, and at the end `acc *= b_scale`. The end result is rounded to `out`'s type. Other
+    rows of `out` are not written.
     """
+    height = b.shape[1] // b_scale.shape[1]  # rows of b with one scale: 128, per channel 1
     for expert, (first, end) in enumerate(expert_rows.t().tolist()):
         for start in range(first, end, GEMM_ROWS):
             rows = slice(start, min(start + GEMM_ROWS, end))
             for n in range(0, b.shape[1], GEMM_COLUMNS):
                 columns = slice(n, n + GEMM_COLUMNS)
-                blocks = slice(n // BLOCK, (n + GEMM_COLUMNS) // BLOCK)
+                scales = slice(n // height, (n + GEMM_COLUMNS) // height)
                 out[rows, columns] = _scaled_product(
-                    a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, blocks]
+                    a[rows], a_scale[:, rows], b[expert, columns], b_scale[expert, scales]
                 )
 
 
@@ -317,7 +320,7 @@ def _scaled_product(
     a: torch.Tensor,  # [m, terms * K] float8_e4m3fn
     a_scale: torch.Tensor,  # [K/128, m]
     b: torch.Tensor,  # [n, K] float8_e4m3fn
-    b_scale: torch.Tensor,  # [n/128, K/128]
+    b_scale: torch.Tensor,  # [n/128, K/128], or per channel [n] or [n, 1]
 ) -> torch.Tensor:
     """Return the scaled product, float32 [m, n]."""
     m, (n, k) = a.shape[0], b.shape
@@ -330,12 +333,15 @@ def _scaled_product(
     b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)
     with torch.autocast(a.device.type, enabled=False):
         products = torch.bmm(a_blocks, b_blocks).float()  # [K/128, m, n]
-    scale = a_scale.unsqueeze(-1) * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
+    per_channel = b_scale.shape[0] == n
+    scale = a_scale.unsqueeze(-1)  # [K/128, m, 1]
+    if not per_channel:
+        scale = scale * b_scale.t().unsqueeze(1)  # [K/128, m, n/128]
     products.view(k // BLOCK, m, n // BLOCK, BLOCK).mul_(scale.unsqueeze(-1))
     acc = torch.zeros_like(products[0])
     for product in products:  # torch.sum does not promise this order
         acc += product
-    return acc
+    return acc * b_scale.flatten() if per_channel else acc
 
 
 def swiglu_quant(
@@ -446,6 +452,22 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = block_scale(blocks.abs().amax(dim=(-3, -1)))
     q = _rounded(blocks, scale.view(*experts, n // BLOCK, 1, k // BLOCK, 1))
     return q.view(w.shape).contiguous(), scale.contiguous()
+
+
+def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise weights: one scale per row, an output channel.
+
+    `[..., N, K]` of any floating-point type becomes `[..., N, K]` float8_e4m3fn and `[..., N]`
+    float32. The scale maps a row's largest magnitude to FP8's largest value.
+
+    Raises:
+        ValueError: w has fewer than two dimensions or another type.
+    """
+    if not is_floating(w) or w.dim() < 2:
+        raise ValueError(f"w: expected floating-point [..., N, K], got {described(w)}")
+    rows = w.float()
+    scale = block_scale(rows.abs().amax(dim=-1))
+    return _rounded(rows, scale.unsqueeze(-1)).contiguous(), scale
 
 
 def is_floating(argument: Any) -> bool:

@@ -6,24 +6,31 @@ from typing import Any
 import torch
 from moe_fp8.call import BLOCK, DEEPSEEK_V3
 from moe_fp8.kernels.architectures import GPUS
-from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.reference import quantise_blocks, quantise_channels, quantise_rows
 from moe_fp8.serving import bake
 
 
 class Weights:
-    """Gate above up, as checkpoints have them."""
+    """Gate above up, as checkpoints have them. Scales of channels `[E, N, 1]` are as engines have
+    them."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int):
+    def __init__(self, experts: int, hidden: int, intermediate: int, per_channel: bool = False):
+        self.per_channel = per_channel
         generator = torch.Generator().manual_seed(0)
 
         def random(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=generator) / size[-1] ** 0.5
 
-        self.w13, self.w13_scale = quantise_blocks(random(experts, 2 * intermediate, hidden))
-        self.w2, self.w2_scale = quantise_blocks(random(experts, hidden, intermediate))
+        quantise = quantise_channels if per_channel else quantise_blocks
+        self.w13, self.w13_scale = quantise(random(experts, 2 * intermediate, hidden))
+        self.w2, self.w2_scale = quantise(random(experts, hidden, intermediate))
+        if per_channel:
+            self.w13_scale, self.w2_scale = self.w13_scale[..., None], self.w2_scale[..., None]
 
 
 def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if scale.shape[-2] == values.shape[-2]:
+        return values.double() * scale
     return values.double() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
 
 
@@ -57,7 +64,7 @@ def layer(
 
 
 def peer_of_a_sweep(
-    name: str, hidden: int, intermediate: int, top_k: int
+    name: str, hidden: int, intermediate: int, top_k: int, per_channel: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and what an engine's function, as a sweep calls it, makes of them: shapes alone."""
     from scripts.measuring import subjects
@@ -66,12 +73,14 @@ def peer_of_a_sweep(
         return torch.empty(size, dtype=dtype, device="meta")
 
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
+
+    def scales(rows: int, columns: int) -> torch.Tensor:
+        return shaped(f32, 4, *((rows, 1) if per_channel else (rows // BLOCK, columns // BLOCK)))
+
     weights = (
-        shaped(fp8, 4, 2 * intermediate, hidden),
-        shaped(f32, 4, 2 * intermediate // BLOCK, hidden // BLOCK),
-        shaped(fp8, 4, hidden, intermediate),
-        shaped(f32, 4, hidden // BLOCK, intermediate // BLOCK),
-    )
+        shaped(fp8, 4, 2 * intermediate, hidden), scales(2 * intermediate, hidden),
+        shaped(fp8, 4, hidden, intermediate), scales(hidden, intermediate),
+    )  # fmt: skip
     run = subjects.ENGINES[name](weights, shaped(i32, DEEPSEEK_V3.num_experts))
     x, ids = shaped(torch.bfloat16, 3, hidden), shaped(i32, 3, top_k)
     return x, run(ids, ids.float(), x)

@@ -32,7 +32,11 @@ from sglang.srt.layers.moe.token_dispatcher.standard import (  # noqa: E402
     StandardDispatchOutput,
 )
 from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+from sglang.srt.layers.quantization.compressed_tensors.schemes import (  # noqa: E402
+    CompressedTensorsW8A8Fp8MoE,
+)
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod  # noqa: E402
+from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 E, LOCAL, H, WIDTH, K = 64, 16, 512, 256, 8
@@ -49,6 +53,8 @@ def registered(monkeypatch):
     monkeypatch.setattr(moe_utils, "_REGISTERED_MOE_RUNNER_BACKEND_NAMES", set())
     for name in ("create_moe_runner", "process_weights_after_loading", "apply"):
         monkeypatch.setattr(Fp8MoEMethod, name, vars(Fp8MoEMethod)[name])  # what hooks replace
+    for method in (CompressedTensorsW8A8Fp8MoE, W8A8FP8MoEMethod):
+        monkeypatch.setattr(method, "create_moe_runner", vars(method)["create_moe_runner"])
     plugin.register()
     assert not HookRegistry._hooks, "off unless it is asked for"
     monkeypatch.setenv(plugins.SGLANG, "1")
@@ -171,6 +177,52 @@ def test_the_method_runs_it(experts, top_k, registered, caplog):
         given = tokens(ids)._replace(hidden_states=given.hidden_states[:, :128].contiguous())
     out = method.apply(module, given).hidden_states
     assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
+
+
+def of_channels(of: Weights, kind: type, strategy: str = "channel"):
+    """SGLang's method for scales of channels, and a loaded layer."""
+    method = kind.__new__(kind)
+    if kind is CompressedTensorsW8A8Fp8MoE:
+        method.weight_quant = SimpleNamespace(strategy=strategy)
+        method.weight_block_size, method.block_quant = None, False
+    else:
+        method.quant_config = SimpleNamespace()
+    module = torch.nn.Module()
+    for name, value in {
+        "w13_weight": of.w13, "w2_weight": of.w2, "w13_weight_scale": of.w13_scale,
+        "w2_weight_scale": of.w2_scale, "w13_input_scale": None, "w2_input_scale": None,
+    }.items():  # fmt: skip
+        setattr(module, name, value)
+    return method, module
+
+
+@pytest.mark.parametrize("kind", [CompressedTensorsW8A8Fp8MoE, W8A8FP8MoEMethod])
+def test_scales_of_channels(kind, registered, monkeypatch, caplog):
+    of, given = Weights(LOCAL, H, WIDTH, per_channel=True), tokens(local_ids())
+    method, module = of_channels(of, kind)
+    prepared: list[tuple] = []
+    monkeypatch.setattr(plugin, "prepare", lambda *call, **_: prepared.append(call))
+    with caplog.at_level(logging.INFO, plugin.__name__), monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
+        method.create_moe_runner(module, config_of())
+    assert "moe_fp8 serves layers of 16 of 64 experts" in caplog.text
+    assert prepared[0][5] is of.w13_scale and prepared[0][7] is of.w2_scale
+    run = getattr(method, "apply_weights", None) or method.apply
+    assert calc_diff(run(module, given).hidden_states, wanted(given, of, 2.5)) < 1e-3
+    monkeypatch.setattr(moe_utils.get_flags().moe, "a2a_backend", moe_utils.MoeA2ABackend.DEEPEP)
+    monkeypatch.setattr(moe_utils.get_flags().moe, "sbo_enabled", False)
+    method.create_moe_runner(module, config_of())
+    assert "a scale for each channel of weights, and tokens that DeepEP" in caplog.text
+    assert method.runner.runner_backend.is_triton()
+
+
+def test_a_scale_of_a_tensor_is_not_served(registered, caplog):
+    of = Weights(LOCAL, H, WIDTH, per_channel=True)
+    of.w13_scale, of.w2_scale = torch.ones(LOCAL), torch.ones(LOCAL)
+    method, module = of_channels(of, CompressedTensorsW8A8Fp8MoE, "tensor")
+    method.create_moe_runner(module, config_of())
+    assert "weights with a scale for None" in caplog.text
+    assert method.runner.runner_backend.is_triton()
 
 
 def clamped_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -495,9 +547,10 @@ def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
     assert "does not serve" in caplog.text and "RuntimeError: broken; SGLang's" in caplog.text
 
 
-def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_peer_of_a_sweep_is_called_as_it_can_be(per_channel) -> None:
     """Without a GPU only SGLang's rules about shapes apply."""
-    x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K)
+    x, output = peer_of_a_sweep("sglang fused_experts", H, WIDTH, K, per_channel)
     assert output.shape == x.shape
 
 

@@ -55,7 +55,10 @@ from vllm.model_executor.layers.quantization import fp8 as engine_fp8  # noqa: E
 from vllm.model_executor.layers.quantization import mxfp4 as engine_mxfp4  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
     kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
 )
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
@@ -70,6 +73,7 @@ for other in OTHERS:
         QUANTISERS.append(importlib.import_module(QUANTISATION + other))
 W4A8 = f"{QUANTISATION}compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4"
 KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
+CHANNELS = kFp8StaticChannelSym, kFp8DynamicTokenSym
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +98,11 @@ def config_of(**changes: Any) -> FusedMoEConfig:
 
 
 def quant_config_of(weights: Weights) -> Any:
+    form: dict[str, Any] = {"block_shape": [128, 128]}
+    if weights.per_channel:
+        form = {"per_act_token_quant": True, "per_out_ch_quant": True}
     scales = {"w1_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
-    return fp8_w8a8_moe_quant_config(**scales, a1_scale=None, a2_scale=None, block_shape=[128, 128])
+    return fp8_w8a8_moe_quant_config(**scales, a1_scale=None, a2_scale=None, **form)
 
 
 def grouped_topk(x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor):
@@ -304,6 +311,9 @@ WHY_NOT = [
      "num_experts=1056: expected at most 1024"),
     ({"moe_backend": "triton"}, KEYS, "--moe-backend triton is asked for"),
     ({}, (kFp8Static128BlockSym, None), "quantization scheme"),
+    ({}, (kFp8StaticTensorSym, kFp8DynamicTokenSym), "quantization scheme"),
+    ({}, (kFp8StaticChannelSym, kFp8StaticTensorSym), "quantization scheme"),
+    ({"moe_parallel_config": EXCHANGED}, CHANNELS, "quantization scheme"),  # by low latency
     *(
         ({"moe_parallel_config": dataclasses.replace(EXCHANGED, all2all_backend=exchange)}, KEYS,
          f"tokens are exchanged between ranks by {exchange}")
@@ -379,11 +389,11 @@ def test_all_that_quantises_to_fp8_blocks_offers_its_layers():
     assert found | {oracle.__name__} == names
 
 
-@pytest.mark.parametrize("top_k", [7, 8])
-def test_the_plugin_chooses_and_says_so_once(top_k, selection, logged):
+@pytest.mark.parametrize(("top_k", "keys"), [(7, KEYS), (8, KEYS), (9, CHANNELS)])
+def test_the_plugin_chooses_and_says_so_once(top_k, keys, selection, logged):
     for method in (RoutingMethodType.DeepSeekV3, RoutingMethodType.Renormalize):
         config = config_of(routing_method=method, experts_per_token=top_k)
-        backend, chosen = selection(config, *KEYS)
+        backend, chosen = selection(config, *keys)
         assert (backend.name, chosen) == ("TRITON", vllm_experts.VllmExperts)
     assert logged == [f"moe_fp8 serves layers of 64 of 64 experts, top {top_k}, 512 x 256"]
 
@@ -401,9 +411,12 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
     parallel = dataclasses.replace(EXCHANGED, all2all_backend=exchange)
     backend, chosen = selection(config_of(moe_parallel_config=parallel), *KEYS)
     assert (backend.name, chosen) == ("TRITON", getattr(vllm_experts, ours))
-    assert not chosen.expects_unquantized_inputs.fget(SimpleNamespace(
-        layer_config=config_of(moe_parallel_config=parallel)
-    ))  # fmt: skip
+    for per_channel in (False, True):
+        made = SimpleNamespace(
+            layer_config=config_of(moe_parallel_config=parallel), per_channel=per_channel
+        )
+        unquantised = per_channel and ours == "VllmExperts"
+        assert chosen.expects_unquantized_inputs.fget(made) == unquantised
     refused = config_of(moe_parallel_config=parallel, has_bias=True, experts_per_token=5)
     assert selection(refused, *KEYS)[0] == "theirs"
 
@@ -427,18 +440,23 @@ def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
     assert selection(config_of(), *KEYS)[1] is vllm_experts.VllmExperts
 
 
-def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
-    """vLLM's FP8 method calls these functions once a layer is loaded."""
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_vllm_makes_the_kernel_of_the_weights_as_they_are(per_channel, selection, problem):
+    """vLLM's FP8 and compressed-tensors methods call these functions once a layer is loaded."""
     weights, x, logits, bias = problem
+    if per_channel:
+        weights = Weights(E, H, WIDTH, per_channel=True)
     config = config_of(routing_method=RoutingMethodType.Renormalize)
-    backend, experts_cls = selection(config, *KEYS)
+    backend, experts_cls = selection(config, *(CHANNELS if per_channel else KEYS))
     loaded = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
-    stub = SimpleNamespace(weight_block_size=[128, 128])
+    block_shape = None if per_channel else [128, 128]
+    stub = SimpleNamespace(weight_block_size=block_shape)
     converted = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
     assert all(a is b for a, b in zip(converted, loaded, strict=True))
     quant_config = oracle.make_fp8_moe_quant_config(
-        backend, weights.w13_scale, weights.w2_scale, None, None, block_shape=[128, 128]
-    )
+        backend, weights.w13_scale, weights.w2_scale, None, None, block_shape=block_shape,
+        per_act_token_quant=per_channel, per_out_ch_quant=per_channel,
+    )  # fmt: skip
     kernel = oracle.make_fp8_moe_kernel(quant_config, config, experts_cls, backend)
     topk_weights, ids = grouped_topk(x, logits, bias)
     out = kernel.apply(
@@ -447,6 +465,7 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(selection, problem):
         shared_experts=None, shared_experts_input=None,
     )  # fmt: skip
     assert torch.equal(out, modular(weights, x, topk_weights, ids))
+    assert calc_diff(out, layer(x, ids, topk_weights, weights)) < 1e-3
 
 
 @pytest.fixture
@@ -680,9 +699,10 @@ def test_a_switch_that_is_neither_on_nor_off(variables, message, monkeypatch):
         plugin.register()
 
 
-def test_the_peer_of_a_sweep_is_called_as_it_can_be() -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_peer_of_a_sweep_is_called_as_it_can_be(per_channel) -> None:
     """Without a GPU only vLLM's rules about shapes apply."""
-    x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K)
+    x, output = peer_of_a_sweep("vllm fused_experts", H, WIDTH, K, per_channel)
     assert output.shape == x.shape
 
 

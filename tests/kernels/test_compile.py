@@ -362,14 +362,22 @@ OTHERWISE = dataclasses.replace(DEEPSEEK_V3, swiglu=Swiglu(7.1, 1.702, 1.0), ue8
 
 
 @pytest.mark.parametrize(
+    "scales", [{"weight_scale": torch.float8_e8m0fnu}, {"per_channel": True}], ids=str
+)
+@pytest.mark.parametrize(
     ("tokens", "terms"), [(14107, 1), *more(*product((1, 80, 901), (1, 2)), (14107, 2))]
 )
-def test_options_of_the_activation_take_no_room(tokens, terms, compiled_layer):
-    """Beside tokens in bfloat16 and weight scales that are exponents: no spill, and clamps in the
-    first GEMM alone."""
+def test_options_of_the_activation_take_no_room(tokens, terms, scales, compiled_layer):
+    """Beside tokens in bfloat16 and weight scales that are exponents or of channels: no spill, and
+    clamps in the first GEMM alone."""
     configs = HOPPER.choose_layer(tokens, OTHERWISE, terms)
-    form = Form(x=torch.bfloat16, weight_scale=torch.float8_e8m0fnu)
-    _, kernels = compiled_layer(OTHERWISE, configs, "sm_90a", form)
+    form = Form(x=torch.bfloat16, **scales)
+    ptx, kernels = compiled_layer(OTHERWISE, configs, "sm_90a", form)
+    # Of each GEMM a warp's copy of channel scales: begun when all lanes have read the last ones,
+    # and read when all have copied. In the emulator lanes do not overtake each other.
+    begun = re.findall(r"bar\.warp\.sync\s+-1;[^$]*?cp\.async\.ca\.[^$]*?commit_group", ptx)
+    read = re.findall(r"cp\.async\.wait_group\s+0;\s+bar\.warp\.sync", ptx)
+    assert len(begun) == len(read) == 2 * form.per_channel
     clamps = [part.count(".NaN.f32") for part in kernels]
     first, _ = configs
     columns = first.tile_m * first.tile_n // 2 // (32 * first.consumer_warps)  # of a thread

@@ -2,6 +2,7 @@
 schedule."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,11 @@ BLACKWELL = list(
         ]
     )
 )
-MOST = [*HOPPER[::6], LARGEST, PICKED[0]]
+PER_CHANNEL = [
+    replace(config, per_channel=True)
+    for config in [*HOPPER[::6], LARGEST, PICKED[0], *HOPPER[1::6]]
+]
+MOST = [*HOPPER[::6], LARGEST, PICKED[0], *PER_CHANNEL[1:6]]
 """The configs that are tested by default, few because compiling takes longer than running."""
 ROWS = {"sm_90a": (0, 1, 17, 64, 65, 130), "sm_100a": (0, 1, 17, 65, 128, 200)}
 N = {"sm_90a": 256, "sm_100a": 512}
@@ -96,13 +101,13 @@ def check_exact(problem, config, ctas: int, emulator) -> None:
     [(config, 512) for config in MOST]
     # Two unrolled iterations: with 512 columns there is none.
     + [(Sm90(stages=4, unroll=True), 1024), *more((Sm90(stages=3, unroll=True), 1024))]
-    + more(*((config, 512) for config in [*HOPPER, *BLACKWELL] if config not in MOST))
+    + more(*((c, 512) for c in [*HOPPER, *BLACKWELL, *PER_CHANNEL] if c not in MOST))
     + more(*((config, 256) for config in [*HOPPER, *PICKED])),
     ids=name_of,
 )
 def test_exact_values(config, k, mode, emulator):
     target = target_of(config)
-    problem = gemm(ROWS[target], N[target], k, MAX_ROWS, exact=True)
+    problem = gemm(ROWS[target], N[target], k, MAX_ROWS, True, per_channel=config.per_channel)
     check_exact(problem, config, 4, emulator)
 
 
@@ -179,13 +184,14 @@ def test_empty_and_full_experts(rows, config, emulator):
     [
         LARGEST,
         Sm90(cluster_n=2, stages=3, slices=True),
+        *(replace(config, per_channel=True) for config in (LARGEST, Sm90(cluster_n=2, stages=3))),
         *more(Sm90(cluster_n=2, stages=3), Sm100(stages=3), Sm100(tile_n=256, cluster_n=2)),
     ],
     ids=name_of,
 )
 def test_columns_past_the_last_tile(config, emulator):
     """384 columns: the last tile, or its cluster's last CTA, lies partly or wholly outside."""
-    problem = gemm((5, 130), 384, 256, MAX_ROWS, exact=True, layout="flat")
+    problem = gemm((5, 130), 384, 256, MAX_ROWS, True, "flat", config.per_channel)
     check_exact(problem, config, 2, emulator)
 
 

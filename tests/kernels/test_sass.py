@@ -58,6 +58,20 @@ def test_a_load_is_under_way_on_any_path() -> None:
     assert early(".L_x_1:", ARRIVE, ("LDS R2, [R3]", 1), "@P0 BRA `(.L_x_1)") == [(0, [1])]
 
 
+def test_lanes_meet_where_the_last_branch_of_their_barrier_says() -> None:
+    """Two branches with one barrier: no path leads from the first one past the second one."""
+
+    def branch(inside: str, after: str) -> tuple:
+        skip = f"@P0 BRA `(.L_x_{inside})", "NOP", f".L_x_{inside}:"
+        return f"BSSY B0, `(.L_x_{after})", *skip, "BSYNC B0", f".L_x_{after}:"
+
+    load, use = ("LDS R2, [R3]", 1), ("FMUL R4, R2, R2", None, 1)
+    assert early(load, *branch("1", "2"), use, *branch("3", "4"), ARRIVE) == []
+    assert early(load, *branch("1", "2"), *branch("3", "4"), ARRIVE) == [(9, [0])]
+    restored = "BMOV.32.CLEAR R9, B0", load, *branch("1", "2"), use, *branch("3", "4"), ARRIVE
+    assert early(*restored) == [(11, [1])]
+
+
 def test_scales_of_a_group_of_wgmma_that_still_runs() -> None:
     """Loads of the running group's stage may be under way while an earlier stage is released. After
     a wait for all groups no load may be, nor one that was issued since."""

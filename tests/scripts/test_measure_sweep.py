@@ -210,6 +210,26 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
     names = [name for name in made if name.startswith("experts")]
     assert orders == [(n != "experts fp8 up first", "token-major" not in n) for n in names]
+    # Weights with a scale for each channel, and the same in blocks.
+    called = subjects.Channels(DEFAULT, chosen._replace(solutions={FUSED: None}))
+    called.shape = shape
+    given, made = called(inputs(6, experts=shape.num_experts))
+    reference.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
+    assert [*made] == ["experts per channel", "experts in blocks", "experts per channel, accurate",
+                       "an engine per channel"]  # fmt: skip
+    scales: list[tuple[int, ...]] = []
+
+    def of_scales(ids, weights, x, w13, w13_scale, *arguments, **options):
+        scales.append(tuple(w13_scale.shape))
+        return experts(ids, weights, x, w13, w13_scale, *arguments, **options)
+
+    monkeypatch.setattr(subjects, "experts", of_scales)
+    for name, (make, fields) in made.items():
+        call = make()
+        call()
+        assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
+        assert fields["peer"] == name.startswith("an engine")
+    assert scales == [(32, 256, 1), (32, 2, 2), (32, 256, 1)]
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -238,14 +258,19 @@ def sweep(measure, monkeypatch):
         name = definition.packed_name
         return SimpleNamespace(
             trace_set=SimpleNamespace(definitions={"d": SimpleNamespace(inputs=[])}),
-            solutions=[SimpleNamespace(name=name(s.name), hash=s.hash) for s in solutions],
+            solutions=[
+                SimpleNamespace(name=name(s.name), hash=s.hash)
+                for s in solutions
+                if name(s.name) in kind["solutions"]
+            ],
             peers={name(OURS): False, name(PEER): True},
             skipped={"hpc_ops_moe": "not installed"} if definition is DEFAULT else {},
         )
 
     def measured(into, case, definition, inputs, called, repeats, roofline, limit):
         length = case["tokens"]
-        for name, ms in ((OURS, 0.04 + length / 100), (PEER, 0.045)):
+        times = {OURS: 0.04 + length / 100, PEER: 0.045}
+        for name, ms in ((name, times[name]) for name in times if name in called):
             add = functools.partial(into.add, case, name, **called[name][1])
             if name == PEER and length == 2:
                 add(roofline=roofline, error="OutOfMemoryError: CUDA")
@@ -295,6 +320,8 @@ ROWS = [  # options, measurement, solutions that have rows, wanted ones, and wha
     (f"--definition glm5 {SHARED.short}", "models", [*GLM5, *TP8], None, {}),
     ("--as engines", "sweep_engines", [OURS, PEER], [OURS, *subjects.PEERS],
      {"vllm fused_experts": "no", "hpc_ops_moe": "not installed"}),
+    ("--as channels", "sweep_channels", [OURS], [OURS],
+     {"vllm fused_experts": "no", "hpc_ops_moe": "not installed"}),
     (f"--definition glm5 --solutions {OURS} {PEER} sglang_moe", "sweep", GLM5, GLM5,
      {"sglang_moe": "is not packed for the layer"}),
 ]  # fmt: skip
@@ -309,6 +336,7 @@ def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, mon
         return functools.partial(subjects.of_solutions, layer, chosen)
 
     monkeypatch.setattr(subjects, "Engines", engines)
+    monkeypatch.setattr(subjects, "Channels", engines)
     done, found, seen = sweep(*options.split())
     assert done.returncode == EXIT_OK and list(found.measurements) == [name]
     assert len({str(row) for row in found.rows}) == len(found.rows), "each T once"
@@ -333,7 +361,9 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--as engines --definition qwen3_next", "renormalisation"),
+        ("--as engines --definition qwen3_next", "--as engines: not of a layer that clamps or"),
+        ("--as channels --definition qwen3_next", "--as channels: not of a layer that clamps or"),
+        (f"--as channels --solutions {PEER}", "no solution takes such weights"),
         ("--as engines --definition glm5_limit10", "a layer that clamps"),
         ("--solutions triton_moe --definition glm5_limit10", "none of triton_moe is packed"),
         ("--solutions sglang_moe --definition glm5", "none of sglang_moe"),

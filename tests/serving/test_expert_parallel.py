@@ -114,6 +114,14 @@ def added_in_order(everybody: list[tuple[torch.Tensor, ...]], **routing: Any) ->
     return total.bfloat16()
 
 
+def test_scales_of_channels(alone):
+    *tokens, w13, _, w2, _ = given_to(0, 1, 5)
+    weights = w13, torch.rand(w13.shape[:2]), w2, torch.rand(w2.shape[:2])
+    routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
+    output = expert_parallel_moe(*tokens, *weights, **routing)
+    assert output.any() and torch.equal(output, fused_moe(*tokens, *weights, **routing))
+
+
 def sum_of_rank(rank: int, ranks: int) -> None:
     """Every token has the same expert on every rank with the same weight; ranks 1 and 2 cancel, and
     are so large that the sum shows its order and its precision."""

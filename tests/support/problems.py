@@ -108,20 +108,22 @@ def gemm(
     max_rows: int,
     exact: bool = False,
     layout: str = "batched",
+    per_channel: bool = False,
 ) -> Gemm:
     """A problem with NaN in rows of no expert; `exact` draws small integers and powers of two, for
-    which float32 arithmetic in any order is exact."""
+    which float32 arithmetic in any order is exact. `per_channel`: scales for rows of B."""
     torch.manual_seed(sum(rows) + n + k)
     experts = len(rows)
     expert_rows, starts, total = place(rows, max_rows, layout)
+    scales = (experts, n, 1) if per_channel else (experts, n // 128, k // 128)
     if exact:
         a = torch.randint(-2, 3, (total, k)).float().to(FP8)
         b = torch.randint(-2, 3, (experts, n, k)).float().to(FP8)
         a_scale = 2.0 ** torch.randint(-2, 3, (k // 128, total)) * (-1) ** torch.arange(total)
-        b_scale = 2.0 ** torch.randint(-2, 3, (experts, n // 128, k // 128))
+        b_scale = 2.0 ** torch.randint(-2, 3, scales)
     else:
         a, b = fp8(total, k), fp8(experts, n, k)
-        a_scale, b_scale = torch.randn(k // 128, total), torch.randn(experts, n // 128, k // 128)
+        a_scale, b_scale = torch.randn(k // 128, total), torch.randn(scales)
     padding = torch.ones(total, dtype=torch.bool)
     for start, count in zip(starts, rows, strict=True):
         padding[start : start + count] = False

@@ -314,7 +314,36 @@ def _successors(lines: list[Line], labels: dict[str, int]) -> list[set[int]]:
         else:
             following = goes_on
         successors.append({j for j in following if j < len(lines)})
+    if not any(line.is_one_of("BMOV") for line in lines):  # which would restore a barrier
+        for i, to in _meetings(lines, labels, successors).items():
+            successors[i] = {i + 1, *to}
     return successors
+
+
+def _meetings(
+    lines: list[Line], labels: dict[str, int], successors: list[set[int]]
+) -> dict[int, set[int]]:
+    """Return, by BSYNC, where it goes on: at the labels of the BSSY of its barrier that may have
+    been the last one."""
+    opened: dict[int, frozenset[tuple[str, int]]] = {0: frozenset()}  # barrier and label
+    todo = [0]
+    while todo:
+        i = todo.pop()
+        here = opened[i]
+        if lines[i].is_one_of("BSSY"):
+            barrier, label = re.findall(r"(B\d+), `\(([^)]+)\)", lines[i].rest)[0]
+            others = (one for one in here if one[0] != barrier)
+            here = frozenset({*others, (barrier, labels[label])})
+        for j in successors[i]:
+            known = opened.get(j)
+            if known is None or not here <= known:
+                opened[j] = here | (known or frozenset())
+                todo.append(j)
+    return {
+        i: {to for barrier, to in here if barrier in lines[i].rest}
+        for i, here in opened.items()
+        if lines[i].is_one_of("BSYNC")
+    }
 
 
 # --- what waits, and what spills ------------------------------------------------------------------

@@ -83,6 +83,8 @@ class GemmConfig:
         evict_first: weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, the weights of up to three experts arrive sooner, those of seven
             later.
+        per_channel: weights have a scale for each row (an output channel), not for each block of
+            128x128. The epilogue multiplies by it, the promotion by token scales alone.
 
     Raises:
         ValueError: a value is outside what the kernel supports; the message names the limit.
@@ -98,6 +100,7 @@ class GemmConfig:
     terms: int = 1
     quantises: int = 0
     evict_first: bool = False
+    per_channel: bool = False
     # Hopper or Blackwell alone has a choice of these.
     mma_ctas = 1
     producer_warpgroups = 1
@@ -134,9 +137,8 @@ class GemmConfig:
         cluster = f"cluster {self.cluster_m}x{self.cluster_n}"
         terms = f"{self.terms} terms" if self.terms > 1 else ""
         quantises = f"quantises {self.quantises}" if self.quantises else ""
-        evict_first = "evict_first" if self.evict_first else ""
-        words = (tile, cluster, f"{self.num_stages} stages", *words, terms, quantises, evict_first)
-        return ", ".join(filter(None, words))
+        words = (tile, cluster, f"{self.num_stages} stages", *words, terms, quantises)
+        return ", ".join(filter(None, (*words, *self.flags("evict_first", "per_channel"))))
 
     def flags(self, *names: str) -> list[str]:
         """The names of the fields that are True."""
@@ -177,6 +179,11 @@ class GemmConfig:
     def sfb_halves(self) -> int:
         """Weight scales of one K block of a tile: one, or those of up and of gate."""
         return 2 if self.quantises else 1
+
+    @property
+    def channels(self) -> int:
+        """Columns of a tile that have a weight scale of their own."""
+        return self.tile_n if self.per_channel else 0
 
     @property
     def interleave(self) -> int:
@@ -236,7 +243,7 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory beside the stages: staging, scales, barriers and alignment."""
-        scales = self.consumer_warps * MAX_SFB * 4
+        scales = self.consumer_warps * (MAX_SFB + self.channels) * 4
         if self.split_sfa:
             scales += SFA_STAGES * self.sfa_bytes
         return self.staging_bytes + scales + 2048

@@ -20,6 +20,7 @@ tokens. `BatchedExperts` is the same for tokens that were brought to their exper
 
 import functools
 import operator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -174,9 +175,9 @@ class FusedMoe:
         x: cute.Tensor,  # (tokens, H) e4m3 or bf16
         x_scale: cute.Tensor | None,  # (H / 128, tokens) f32 of any strides, None of bf16
         w13: cute.Tensor,  # (local, 2 I, H) e4m3
-        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32
+        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32, or (local, 2 I, 1)
         w2: cute.Tensor,  # (local, H, I) e4m3
-        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32
+        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32, or (local, H, 1)
         out: cute.Tensor,  # (tokens, H) bf16
         workspace: Int64,  # its address
         stream: cuda.CUstream,
@@ -339,9 +340,9 @@ class BatchedExperts:
         x_scale: cute.Tensor | None,  # (local, R, H / 128) f32 of any strides, None of bf16
         num_tokens: cute.Tensor,  # (local,) i32
         w13: cute.Tensor,  # (local, 2 I, H) e4m3
-        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32
+        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32, or (local, 2 I, 1)
         w2: cute.Tensor,  # (local, H, I) e4m3
-        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32
+        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32, or (local, H, 1)
         out: cute.Tensor,  # (local, R, H) bf16
         workspace: Int64,  # its address
         stream: cuda.CUstream,
@@ -386,11 +387,15 @@ def describe_fused(
     local, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
     scale, align = DSL_TYPES[form.weight_scale], form.weight_scale.itemsize
+    scales = (2 * i // BLOCK, h // BLOCK), (h // BLOCK, i // BLOCK)
+    if form.per_channel:
+        scales = (2 * i, 1), (h, 1)
+        config1, config2 = (replace(config, per_channel=True) for config in (config1, config2))
     weights = (
         Tensor(Float8E4M3FN, (local, 2 * i, h)),
-        Tensor(scale, (local, 2 * i // BLOCK, h // BLOCK), align),
+        Tensor(scale, (local, *scales[0]), align),
         Tensor(Float8E4M3FN, (local, h, i)),
-        Tensor(scale, (local, h // BLOCK, i // BLOCK), align),
+        Tensor(scale, (local, *scales[1]), align),
     )
     parameters = (shape, config1, config2, num_sms, form.gate_first)
     arguments: tuple[Argument, ...]

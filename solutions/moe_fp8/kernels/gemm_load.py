@@ -107,7 +107,8 @@ class GemmArguments(NamedTuple):
 
     a: Any  # A and SFA: `TmaRows` or `TokensByRow`
     b: TmaTensor  # (n, k, experts)
-    sfb: cute.Tensor  # (experts, n / 128, k / 128) f32, or e8m0 as u8
+    # (experts, n / 128, k / 128) f32, or e8m0 as u8; `per_channel` (n, 1, experts) f32
+    sfb: cute.Tensor
     output: Any  # what the epilogue made of D
     expert_rows: cute.Tensor  # (2, experts) i32: first row, end
     counter: cute.Tensor  # (any) i32, zero: tiles handed out by a dynamic schedule
@@ -293,7 +294,8 @@ class GemmLoad:
 
 
 def weights_by_column(b: cute.Tensor, config: Any) -> cute.Tensor:
-    """Return B, (experts, n, k), as (n, k, experts) with its rows in the order of tile columns.
+    """Return B, (experts, n, k), as (n, k, experts) with its rows in the order of tile columns; so
+    too their scales (experts, n, 1).
 
     With `quantises` half of a tile's columns are rows of the first half of n, half are the same
     rows of the second half: up and gate. They are interleaved so that one thread has up and gate of

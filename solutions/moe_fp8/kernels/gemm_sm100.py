@@ -32,6 +32,9 @@ At the end of a tile `acc` goes to the epilogue, while the MMA goes on. Where CT
 (`mma_ctas`), the first CTA issues it for all: it waits for the operands and accumulators of all,
 and both commits arrive in all.
 
+With `per_channel` the sums are multiplied by a row's weight scale at the end of the tile, as on
+Hopper.
+
 It has not run on hardware. It compiles for sm_100a and sm_103a and runs in the emulator.
 """
 
@@ -60,9 +63,16 @@ from .configs import (
     GemmConfigSm100,
 )
 from .dsl import SmemAllocator
-from .epilogue import StoreBf16, StoreRegisters, TilePart
+from .epilogue import StoreBf16, StoreRegisters, TilePart, copy_channels, scale_channels
 from .epilogue_sm100 import StoreByWarp, SwigluEpilogueSm100, SwigluPairEpilogueSm100
-from .gemm_load import MMA_CTAS, SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale
+from .gemm_load import (
+    MMA_CTAS,
+    SWIZZLE_ALIGN,
+    GemmArguments,
+    GemmLoad,
+    float_scale,
+    weights_by_column,
+)
 from .swiglu import Activation
 from .sync import Ready, arrivals, cluster_barrier
 from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
@@ -166,6 +176,8 @@ class GemmSm100:
             a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
             # (k_blocks, halves, consumer warps) f32
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
+            # (tile_n, consumer warps) f32, if `per_channel`
+            channel_scale: memory[Float32, c.channels * c.consumer_warps]
             tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
             # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
@@ -176,6 +188,8 @@ class GemmSm100:
         self.shared_storage = SharedStorage
         tma_a = load.rows.operand(a, sfa)
         output = self.epilogue.output(out)
+        if cutlass.const_expr(c.per_channel):
+            sfb = weights_by_column(sfb, c)  # (n, 1, experts)
         args = GemmArguments(
             tma_a, tma_b, sfb, output, expert_rows, counter, side_job_tensors, ready
         )
@@ -212,6 +226,11 @@ class GemmSm100:
         sSFB = storage.b_scale.get_tensor(
             cute.make_layout((self.k_blocks, self.halves, c.consumer_warps))
         )
+        channels = None
+        if cutlass.const_expr(c.per_channel):
+            # (tile_n, consumer warps)
+            layout = cute.make_layout((c.channels, c.consumer_warps))
+            channels = storage.channel_scale.get_tensor(layout)
         staging = self.epilogue.staging(storage.out)
         queue = near = None
         if cutlass.const_expr(c.dynamic):
@@ -260,7 +279,8 @@ class GemmSm100:
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             consumer = warpgroup_idx - c.producer_warpgroups
-            self._consume(pipes, tile_sched, consumer, shared, sSFB, args, tmem, staging)
+            scales = sSFB, channels
+            self._consume(pipes, tile_sched, consumer, shared, scales, args, tmem, staging)
         # Must come before the tensor memory is given back, or consumers read what is not theirs. Of
         # a pair neither CTA may exit while the other one can read its memory or arrive at its
         # barriers.
@@ -358,7 +378,7 @@ class GemmSm100:
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
 
     @cute.jit
-    def _consume(self, pipes, tile_sched, consumer, shared, sSFB, args, tmem, staging):
+    def _consume(self, pipes, tile_sched, consumer, shared, scales, args, tmem, staging):
         """Compute and store this warpgroup's columns of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -373,7 +393,10 @@ class GemmSm100:
 
         # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
         # warps do not wait for each other.
+        sSFB, channels = scales
         sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
+        if cutlass.const_expr(c.per_channel):
+            channels = channels[None, thread // WARP]  # (tile_n)
         sfb, output = args.sfb, args.output
         cta = tile_sched.cta_in_cluster()
         linear, stride, total = tile_sched.first()
@@ -389,6 +412,8 @@ class GemmSm100:
         while linear < total:
             has_rows = tile.rows > 0
             if has_rows:
+                if cutlass.const_expr(c.per_channel):
+                    copy_channels(c, self.n, sfb, channels, tile)
                 sSFA = self.load.rows.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, sfa_stages)
                 operands = TileOperands(pipes, start, sSFA, sSFB_warp)
                 state = self._mainloop(operands, state, acc, thread)
@@ -399,6 +424,8 @@ class GemmSm100:
             following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
             self._load_sfb(next_sfb, sfb, following, consumer)
             if has_rows:
+                if cutlass.const_expr(c.per_channel):
+                    scale_channels(acc, self.acc_map, channels, thread)
                 part = TilePart(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, acc, part)
                 stored += 1
@@ -515,12 +542,15 @@ class GemmSm100:
     @cute.jit
     def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile, consumer):
         """Load the weight scales of a warpgroup's columns to registers; a consumer warp."""
-        for half in cutlass.range_constexpr(self.halves):
-            row = sfb[tile.expert, self._sfb_row(tile.n_tile, half, consumer), None]  # (k_blocks)
-            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
-                kb = i * WARP + cute.arch.lane_idx()
-                if kb < self.k_blocks:
-                    next_sfb[i, half] = float_scale(row[kb])
+        if cutlass.const_expr(self.config.per_channel):
+            next_sfb.fill(1.0)  # as on Hopper
+        else:
+            for half in cutlass.range_constexpr(self.halves):
+                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half, consumer), None]
+                for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
+                    kb = i * WARP + cute.arch.lane_idx()
+                    if kb < self.k_blocks:
+                        next_sfb[i, half] = float_scale(row[kb])
 
     def _sfb_row(self, n_tile: Int32, half: int, consumer: Int32) -> Int32:
         """Return the row of SFB for a warpgroup's columns, with `quantises` for those of a half."""
@@ -596,7 +626,10 @@ class AccumulatorSm100:
 
     def column(self, v: int, thread: Int32) -> Int32:
         """Return the column in the tile of value `v`."""
-        return thread if self.swap_ab else thread // UMMA_M * self.config.consumer_columns + v
+        if not self.swap_ab:
+            return thread // UMMA_M * self.config.consumer_columns + v
+        first = UMMA_M * self.half(v)
+        return thread + first if first else thread
 
     def half(self, v: int) -> int:
         """Return 0 if value `v` belongs to the weights' first half, 1 if to the second half."""

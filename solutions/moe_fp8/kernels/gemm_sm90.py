@@ -25,6 +25,9 @@ One K block, stage s, in the order of this file:
                                 _mainloop     wait for the WGMMA, arrive at empty[s]
                                 _promote      acc += scales * accum, in float32
 
+With `per_channel` a row of weights has one scale. The sums are multiplied by it at the end of the
+tile (`scale_channels`), and SFB is 1.
+
 WGMMA sums in about 14 bits, too few for all of K: so each K block has a fresh `accum`. While one
 warpgroup promotes, the others keep the tensor cores busy. With `overlap` a warpgroup promotes a
 K block while its own next one runs. At the end of a tile `acc` goes to the epilogue.
@@ -54,9 +57,9 @@ from .configs import (
     GemmConfigSm90,
 )
 from .dsl import SmemAllocator
-from .epilogue import StoreBf16, StoreRegisters, TilePart
+from .epilogue import StoreBf16, StoreRegisters, TilePart, copy_channels, scale_channels
 from .epilogue_sm90 import SwigluEpilogueSm90
-from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale
+from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale, weights_by_column
 from .swiglu import Activation
 from .sync import Ready, arrivals
 from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
@@ -133,7 +136,8 @@ class GemmSm90:
         a,  # (rows, terms * k) e4m3; with `gather` see `GatheredRows.operand`
         sfa: cute.Tensor,  # (k / 128, rows) f32
         b: cute.Tensor,  # (experts, n, k) e4m3
-        sfb: cute.Tensor,  # (experts, n / 128, k / 128) f32, or u8: see `float_scale`
+        # (experts, n / 128, k / 128) f32, or u8: see `float_scale`; `per_channel` (experts, n, 1)
+        sfb: cute.Tensor,
         out,  # (rows, n) bf16, of two terms f32; with `quantises` the fields of `Quantised`
         expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
         counter: cute.Tensor,  # (any) i32, zero; used by a dynamic schedule only
@@ -159,6 +163,8 @@ class GemmSm90:
             a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
             # (k_blocks, halves, consumer warps) f32
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
+            # (tile_n, consumer warps) f32, if `per_channel`
+            channel_scale: memory[Float32, c.channels * c.consumer_warps]
             tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
             # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
@@ -168,6 +174,8 @@ class GemmSm90:
         self.shared_storage = SharedStorage
         tma_a = load.rows.operand(a, sfa)
         output = self.epilogue.output(out)
+        if cutlass.const_expr(c.per_channel):
+            sfb = weights_by_column(sfb, c)  # (n, 1, experts)
         args = GemmArguments(
             tma_a, tma_b, sfb, output, expert_rows, counter, side_job_tensors, ready
         )
@@ -204,6 +212,11 @@ class GemmSm90:
         sSFB = storage.b_scale.get_tensor(
             cute.make_layout((self.k_blocks, self.halves, c.consumer_warps))
         )
+        channels = None
+        if cutlass.const_expr(c.per_channel):
+            # (tile_n, consumer warps)
+            layout = cute.make_layout((c.channels, c.consumer_warps))
+            channels = storage.channel_scale.get_tensor(layout)
         staging = self.epilogue.staging(storage.out)
         queue = near = None
         if cutlass.const_expr(c.dynamic):
@@ -237,10 +250,11 @@ class GemmSm90:
             self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            self._consume(ab_pipeline, tile_sched, warpgroup_idx - 1, shared, sSFB, args, staging)
+            scales = sSFB, channels
+            self._consume(ab_pipeline, tile_sched, warpgroup_idx - 1, shared, scales, args, staging)
 
     @cute.jit
-    def _consume(self, ab_pipeline, tile_sched, consumer, shared, sSFB, args, staging):
+    def _consume(self, ab_pipeline, tile_sched, consumer, shared, scales, args, staging):
         """Compute and store this warpgroup's part of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -261,7 +275,10 @@ class GemmSm90:
 
         # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
         # warps do not wait for each other.
+        sSFB, channels = scales
         sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
+        if cutlass.const_expr(c.per_channel):
+            channels = channels[None, thread // WARP]  # (tile_n)
         sfb, output = args.sfb, args.output
         cta = tile_sched.cta_in_cluster()
         linear, stride, total = tile_sched.first()
@@ -278,6 +295,8 @@ class GemmSm90:
             # False where the expert ends before this warpgroup's rows.
             has_rows = tile.rows > self.acc_map.first_token(consumer)
             if has_rows:
+                if cutlass.const_expr(c.per_channel):
+                    copy_channels(c, self.n, sfb, channels, tile)
                 sSFA = self.load.rows.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, stages)
                 operands = TileOperands(ab_pipeline, tCrA, tCrB, sSFA, sSFB_warp)
                 if cutlass.const_expr(c.overlap):
@@ -297,6 +316,8 @@ class GemmSm90:
             following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
             self._load_sfb(next_sfb, sfb, following)
             if has_rows:
+                if cutlass.const_expr(c.per_channel):
+                    scale_channels(acc, self.acc_map, channels, thread)
                 part = TilePart(tile, consumer, thread, stored)
                 self.epilogue.store(output, staging, self.tiled_mma, acc, part)
                 stored += 1
@@ -437,12 +458,16 @@ class GemmSm90:
     @cute.jit
     def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
         """Load the weight scales of a tile's columns to registers; a consumer warp."""
-        for half in cutlass.range_constexpr(self.halves):
-            row = sfb[tile.expert, self._sfb_row(tile.n_tile, half), None]  # (k_blocks)
-            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
-                kb = i * WARP + cute.arch.lane_idx()
-                if kb < self.k_blocks:
-                    next_sfb[i, half] = float_scale(row[kb])
+        if cutlass.const_expr(self.config.per_channel):
+            # Without a factor, here of 1, in the main loop ptxas spills sums of 192x128 tiles.
+            next_sfb.fill(1.0)
+        else:
+            for half in cutlass.range_constexpr(self.halves):
+                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half), None]  # (k_blocks)
+                for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
+                    kb = i * WARP + cute.arch.lane_idx()
+                    if kb < self.k_blocks:
+                        next_sfb[i, half] = float_scale(row[kb])
 
     def _sfb_row(self, n_tile: Int32, half: int) -> Int32:
         """Return the row of SFB for a tile's columns, with `quantises` for those of one half."""

@@ -15,12 +15,13 @@ from .gemm_sm100 import GemmSm100
 def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
     """Compile the GEMM alone. A ValueError says that there is none for the shape."""
     rows, blocks = Extent("rows"), k // BLOCK
+    scales = (n, 1) if config.per_channel else (n // BLOCK, blocks)
     scale_stride = Extent("scale stride", TMA_ROWS)  # TMA: strides of 16 bytes
     arguments = (
         Tensor(Float8E4M3FN, (rows, k)),
         Tensor(Float32, (blocks, rows), strides=(scale_stride, 1)),
         Tensor(Float8E4M3FN, (experts, n, k)),
-        Tensor(Float32, (experts, n // BLOCK, blocks), align=4),
+        Tensor(Float32, (experts, *scales), align=4),
         Tensor(BFloat16, (rows, n)),
         Tensor(Int32, (2, experts), align=4, strides=(Extent("boundary stride"), 1)),
         Tensor(Int32, (Extent("counters"),), align=4),

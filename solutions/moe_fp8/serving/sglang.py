@@ -73,6 +73,13 @@ NEEDED_NAMES = {
     f"{METHOD}.get_triton_quant_info": "self layer",
 }
 """SGLang's names that the plugin uses to register and in served layers (for `lacking`)."""
+CHANNEL_METHODS = {
+    "sglang.srt.layers.quantization.compressed_tensors.schemes."
+    "compressed_tensors_w8a8_fp8_moe:CompressedTensorsW8A8Fp8MoE": "apply_weights",
+    "sglang.srt.layers.quantization.w8a8_fp8:W8A8FP8MoEMethod": "apply",
+}
+"""The methods of weights with a scale for each channel, and their functions that run a runner with
+`TritonMoeQuantInfo`. A method that an SGLang lacks keeps its runners."""
 logger = logging.getLogger(__name__)
 
 
@@ -94,6 +101,14 @@ def attach() -> list[str]:
     for hook in (create_moe_runner, process_weights_after_loading, apply):
         target = f"{METHOD.replace(':', '.')}.{hook.__name__}"
         HookRegistry.register(target, hook, HookType.AROUND)
+    for method, runs in CHANNEL_METHODS.items():
+        needed = {
+            f"{method}.create_moe_runner": "self layer moe_runner_config",
+            f"{method}.{runs}": "self layer dispatch_output",
+        }
+        if not lacking(needed):
+            target = f"{method.replace(':', '.')}.create_moe_runner"
+            HookRegistry.register(target, create_moe_runner, HookType.AROUND)
     return []
 
 
@@ -300,9 +315,16 @@ def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
         new((1, config.top_k), dtype=torch.int32),
         new((1, config.top_k), dtype=torch.float32),
         new((1, hidden), dtype=torch.bfloat16),
-        layer.w13_weight, layer.w13_weight_scale_inv,
-        layer.w2_weight, layer.w2_weight_scale_inv,
+        layer.w13_weight, scale_of(layer, "w13"),
+        layer.w2_weight, scale_of(layer, "w2"),
     )  # fmt: skip
+
+
+def scale_of(layer: Any, weights: str) -> Any:
+    """Return the scales of a layer's `w13` or `w2`, or None. Scales of blocks are called `inv` in
+    `Fp8MoEMethod`, others are not."""
+    name = f"{weights}_weight_scale"
+    return getattr(layer, f"{name}_inv", getattr(layer, name, None))
 
 
 def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
@@ -346,14 +368,17 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return "a combine that begins before the experts' end (--enable-single-batch-overlap)"
     if runner.lora_enabled or is_lora_enabled():
         return "LoRA"
-    block_shape = method.quant_config.weight_block_size
-    if not method.block_quant or list(block_shape) != BLOCK_SHAPE:
+    scale = scale_of(layer, "w13")
+    per_channel = scale is not None and scale.shape[1:2] == layer.w13_weight.shape[1:2]
+    if per_channel and exchange.is_deepep():
+        return "a scale for each channel of weights, and tokens that DeepEP brings"
+    block_shape: Any = getattr(getattr(method, "quant_config", method), "weight_block_size", None)
+    if not per_channel and (not method.block_quant or list(block_shape) != BLOCK_SHAPE):
         return f"weights with a scale for {block_shape}"
     if layer.w13_weight.dtype is torch.int8:
         return f"weights of torch.int8 ({CONVERT}=1 converts MXFP4 to FP8, with twice the bytes)"
     if layer.w13_weight.dtype is not torch.float8_e4m3fn:
         return f"weights of {layer.w13_weight.dtype}"
-    scale = getattr(layer, "w13_weight_scale_inv", None)
     if scale is None or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
         return "scales that are neither float32 nor float8_e8m0fnu"
     if config.params_dtype not in (None, torch.bfloat16):

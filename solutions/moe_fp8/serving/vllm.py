@@ -1,4 +1,5 @@
-"""A plugin for vLLM (0.28 to 0.33): the fused layer runs FP8 experts with 128 x 128 blocks.
+"""A plugin for vLLM (0.28 to 0.33): the fused layer runs FP8 experts with a scale for each block of
+128 x 128 or for each channel.
 
 Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
 `accurate` for the layer with two FP8 terms. `VllmExperts` runs every FP8 mixture-of-experts layer

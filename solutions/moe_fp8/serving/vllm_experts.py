@@ -12,7 +12,9 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
 )
 
 from ..api import batched_experts, experts
@@ -47,6 +49,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.layer_config = moe_config
         self.options = {"accurate": accurate(VLLM), **activation_of(moe_config)}
+        self.per_channel = quant_config.per_out_ch_quant
         self.is_prepared = False
 
     @staticmethod
@@ -62,8 +65,9 @@ class VllmExperts(mk.FusedMoEExpertsModular):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Return False if ranks exchange tokens: FP8 halves their bytes."""
-        return not self.layer_config.moe_parallel_config.use_all2all_kernels
+        """Return False if ranks exchange tokens: FP8 halves their bytes. With a weight scale per
+        channel vLLM would quantise them with one scale each; the layer takes blocks."""
+        return self.per_channel or not self.layer_config.moe_parallel_config.use_all2all_kernels
 
     @staticmethod
     def activation_format() -> Any:
@@ -79,7 +83,10 @@ class VllmExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+        return (weight_key, activation_key) in (
+            (kFp8Static128BlockSym, kFp8Dynamic128Sym),
+            (kFp8StaticChannelSym, kFp8DynamicTokenSym),
+        )
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
@@ -133,6 +140,11 @@ class VllmBatchedExperts(VllmExperts):
     @property
     def expects_unquantized_inputs(self) -> bool:
         return False  # these exchanges refuse unquantised inputs
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        # With channels they would quantise a token with one scale.
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
 
     @staticmethod
     def activation_format() -> Any:
