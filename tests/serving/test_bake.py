@@ -1,5 +1,5 @@
 """A kernel cache that is made without a GPU: which kernels, who can use it, where it may lie, and
-what the program says. Whether the kernels are those that engines ask for: tests/engines."""
+what the program says. tests/engines compares the kernels with those that engines ask for."""
 
 import json
 import os
