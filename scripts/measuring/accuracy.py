@@ -55,6 +55,8 @@ def in_float32(
 
 
 def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if len(scale) == len(values):  # of rows
+        return values.float() * scale.view(-1, 1)
     return values.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 

@@ -486,7 +486,8 @@ def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output"
     scales: tuple[tuple[int, ...], ...] = (2 * i // BLOCK, h // BLOCK), (h // BLOCK, i // BLOCK)
     each_of = f"one scale per {BLOCK}x{BLOCK} block, or one per row"
     if form.per_channel:
-        scales, each_of = ((2 * i,), (h,)), "one scale per row of the weights"
+        scales, size = ((2 * i,), (h,)), ALIGNMENT
+        each_of = "one scale per row of the weights"
     scales13, scales2 = (
         TensorSpec(name, (e, *of_one), scale, each_of, size, column=form.per_channel)
         for name, of_one in zip(names[5:8:2], scales, strict=True)

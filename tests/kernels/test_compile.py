@@ -375,7 +375,7 @@ def test_options_of_the_activation_take_no_room(tokens, terms, scales, compiled_
     ptx, kernels = compiled_layer(OTHERWISE, configs, "sm_90a", form)
     # Of each GEMM a warp's copy of channel scales: begun when all lanes have read the last ones,
     # and read when all have copied. In the emulator lanes do not overtake each other.
-    begun = re.findall(r"bar\.warp\.sync\s+-1;[^$]*?cp\.async\.ca\.[^$]*?commit_group", ptx)
+    begun = re.findall(r"bar\.warp\.sync\s+-1;[^$]*?cp\.async\.cg\.[^$]*?commit_group", ptx)
     read = re.findall(r"cp\.async\.wait_group\s+0;\s+bar\.warp\.sync", ptx)
     assert len(begun) == len(read) == 2 * form.per_channel
     clamps = [part.count(".NaN.f32") for part in kernels]

@@ -523,7 +523,7 @@ def experts_of(tokens: int = 9) -> tuple[tuple[torch.Tensor, ...], dict[str, Any
     return (ids, random(tokens, 3).abs(), random(tokens, 256).bfloat16(), *weights), {}
 
 
-KINDS = "plain", "offset", "map", "no ids", "up first", "fp8", "clamped", "ue8m0"
+KINDS = "plain", "offset", "map", "no ids", "up first", "fp8", "clamped", "ue8m0", "per channel"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -544,6 +544,9 @@ def test_the_layer_in_float32(kind):
         options |= {"swiglu_limit": 12.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
     elif kind == "ue8m0":
         options["ue8m0"] = True
+    elif kind == "per channel":
+        *tokens, w13, _, w2, _ = arguments
+        arguments = (*tokens, w13, torch.rand(4, 256, 1), w2, torch.rand(4, 256, 1))
     found = experts(*arguments, **options, accurate=True)
     assert calc_diff(found, in_float32(*arguments, **options)) < 1e-5
 

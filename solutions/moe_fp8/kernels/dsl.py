@@ -21,7 +21,7 @@ NEEDED_VERSIONS = {"nvidia-cutlass-dsl": ("4.6.2", "4.9"), "apache-tvm-ffi": ("0
 """First version that the tests have passed with, and the first one that is not allowed."""
 ACCESS_BYTES = 16
 """Bytes of the widest access."""
-BF16_VECTOR, E4M3_VECTOR = ACCESS_BYTES // 2, ACCESS_BYTES
+F32_VECTOR, BF16_VECTOR, E4M3_VECTOR = ACCESS_BYTES // 4, ACCESS_BYTES // 2, ACCESS_BYTES
 """Elements of the widest access."""
 
 

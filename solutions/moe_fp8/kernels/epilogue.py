@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..call import BLOCK
 from .configs import EPILOGUE_N, WARP, WARPGROUP
-from .dsl import BF16_VECTOR, E4M3_VECTOR, LayoutEnum, copy_async, vector
+from .dsl import BF16_VECTOR, E4M3_VECTOR, F32_VECTOR, LayoutEnum, copy_async, vector
 from .gemm_load import TmaTensor
 from .swiglu import Activation, activate_gate, activate_up
 from .sync import NamedBarrierId, announce
@@ -63,13 +63,14 @@ def copy_channels(
 ):
     """Start the copy of the scales of a tile's columns; a consumer warp. The main loop hides it."""
     cute.arch.sync_warp()  # must come before the copy: all lanes have read the last tile's
-    for i in cutlass.range_constexpr(config.tile_n // WARP):
-        column = i * WARP + cute.arch.lane_idx()
-        channel = tile.n_tile * config.tile_n + column
-        if cutlass.const_expr(n % (config.tile_n * config.cluster_n) != 0):
-            channel = cutlass.min(channel, n - 1)  # the tile may lie outside
-        source = sfb.iterator + sfb.layout((channel, 0, tile.expert))
-        copy_async(source, channels.iterator + column, 1)
+    for first in cutlass.range_constexpr(0, config.tile_n, WARP * F32_VECTOR):
+        column = first + cute.arch.lane_idx() * F32_VECTOR
+        if column < config.tile_n:
+            channel = tile.n_tile * config.tile_n + column
+            if cutlass.const_expr(n % (config.tile_n * config.cluster_n) != 0):
+                channel = cutlass.min(channel, n - F32_VECTOR)  # the tile may lie outside
+            source = sfb.iterator + sfb.layout((channel, 0, tile.expert))
+            copy_async(source, channels.iterator + column, F32_VECTOR)
     cute.arch.cp_async_commit_group()
 
 

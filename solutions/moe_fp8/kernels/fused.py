@@ -28,7 +28,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..call import BLOCK, TMA_ROWS, Form, MoeShape, round_up
+from ..call import ALIGNMENT, BLOCK, TMA_ROWS, Form, MoeShape, round_up
 from .combine import Combine
 from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
@@ -389,7 +389,7 @@ def describe_fused(
     scale, align = DSL_TYPES[form.weight_scale], form.weight_scale.itemsize
     scales = (2 * i // BLOCK, h // BLOCK), (h // BLOCK, i // BLOCK)
     if form.per_channel:
-        scales = (2 * i, 1), (h, 1)
+        scales, align = ((2 * i, 1), (h, 1)), ALIGNMENT
         config1, config2 = (replace(config, per_channel=True) for config in (config1, config2))
     weights = (
         Tensor(Float8E4M3FN, (local, 2 * i, h)),

@@ -177,7 +177,7 @@ class GemmSm100:
             # (k_blocks, halves, consumer warps) f32
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
             # (tile_n, consumer warps) f32, if `per_channel`
-            channel_scale: memory[Float32, c.channels * c.consumer_warps]
+            channel_scale: align[memory[Float32, c.channels * c.consumer_warps], 16]
             tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
             # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]

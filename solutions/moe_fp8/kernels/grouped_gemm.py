@@ -21,7 +21,7 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
         Tensor(Float8E4M3FN, (rows, k)),
         Tensor(Float32, (blocks, rows), strides=(scale_stride, 1)),
         Tensor(Float8E4M3FN, (experts, n, k)),
-        Tensor(Float32, (experts, *scales), align=4),
+        Tensor(Float32, (experts, *scales), align=16 if config.per_channel else 4),
         Tensor(BFloat16, (rows, n)),
         Tensor(Int32, (2, experts), align=4, strides=(Extent("boundary stride"), 1)),
         Tensor(Int32, (Extent("counters"),), align=4),
