@@ -349,10 +349,11 @@ def check(backend: Backend) -> Iterator[Row]:
         why = backend.log_lines("moe_fp8") or ["the log does not name moe_fp8"]
         raise Failure(f"{backend.setup.backend}: nothing is served: {why[-1]}")
     yield row_of(backend, "start", None, round(backend.start_seconds, 1), "s")
-    backend.ask("check")
+    tokens = CHECK_TOKENS[backend.setup.engine]
+    backend.ask("check", tokens)
     layers = layers_of(backend.directory)
     if backend.setup.backend in OWN and not any(layers):
-        raise Failure(f"{backend.setup.backend}: no call of {CHECK_TOKENS} tokens was seen")
+        raise Failure(f"{backend.setup.backend}: no call of {tokens} tokens was seen")
     for differences in layers:
         for layer, calc_diff in enumerate(differences):
             if math.isfinite(calc_diff):
@@ -528,7 +529,7 @@ def setups(args: argparse.Namespace) -> list[Setup]:
             backend=backend,
             model=bf16 if backend == "bf16" else model,
             random_weights=args.random_weights,
-            most_tokens=max(*args.prompts, CHECK_TOKENS),
+            most_tokens=max(*args.prompts, CHECK_TOKENS[args.engine]),
             batches=args.batches,
             tensor_parallel=args.tensor_parallel,
             expert_parallel=args.expert_parallel,

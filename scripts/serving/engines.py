@@ -26,7 +26,7 @@ DIRECTORY = "MOE_FP8_SERVE_DIRECTORY"
 RANDOM = "MOE_FP8_SERVE_RANDOM"
 GRAPH_TOKENS = 8192
 """The longest prompt that SGLang captures, as with its own chunks on an H100."""
-CHECK_TOKENS = 8999
+CHECK_TOKENS = {"vllm": 2999, "sglang": 8999}
 """Tokens of the prompt whose calls are checked, in one step: more than any CUDA graph has."""
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 MIXED_REQUESTS, MIXED_PROMPT, MIXED_TOKENS = 128, 512, 64

@@ -92,9 +92,9 @@ class Measuring:
         seconds = self.seconds(lengths, MIXED_TOKENS, repeat)
         return requests * (MIXED_PROMPT + MIXED_TOKENS) / seconds
 
-    def check(self) -> None:
-        """Run the prompt whose calls the plugin compares."""
-        self.engine.generate(prompts(self.vocabulary, (CHECK_TOKENS,), 2), 1)
+    def check(self, tokens: int) -> None:
+        """Run the prompt of so many tokens, whose calls the plugin compares."""
+        self.engine.generate(prompts(self.vocabulary, (tokens,), 2), 1)
 
     def compared(self, windows: list[list[int]]) -> list[Generated]:
         """Return tokens and their log-probabilities, to compare with another backend's: after the
@@ -145,7 +145,7 @@ def report(what: str, line: float) -> None:
 
 
 def register_vllm() -> None:
-    watch()
+    watch("vllm")
     if os.environ.get(RANDOM):
         from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -153,7 +153,7 @@ def register_vllm() -> None:
 
 
 def register_sglang() -> None:
-    watch()
+    watch("sglang")
     from sglang.srt.managers.scheduler import Scheduler
 
     # Methods for `Engine.collective_rpc`, which returns nothing.
@@ -176,11 +176,11 @@ def fill_model(model: Any) -> None:
 
 
 @functools.cache  # an engine may register a plugin several times
-def watch() -> None:
+def watch(engine: str) -> None:
     """Compare the layers' calls of all callers with the reference, and count our compilations."""
     from moe_fp8 import api
 
-    checked = checking(api.experts, CHECK_TOKENS, functools.partial(report, "layers"))
+    checked = checking(api.experts, CHECK_TOKENS[engine], functools.partial(report, "layers"))
     for name in CALLERS:
         if module := sys.modules.get(f"moe_fp8.{name}"):
             vars(module)["experts"] = checked

@@ -157,7 +157,7 @@ def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch
     try:
         backend.ready()
         with pytest.raises(Failure) if wrong else contextlib.nullcontext():
-            backend.ask("check")
+            backend.ask("check", 9)
     finally:
         backend.close()
     (line,) = backend.log_lines("worker ")
@@ -256,7 +256,7 @@ def test_a_request_is_to_have_the_same_tokens_alone_and_among_others(others_matt
     measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
     answers = {"check": None, "alone": measuring.alone()}
     (tmp_path / "layers-1.txt").write_text("0.0002\n")
-    backend = named("ours", directory=tmp_path, ask=answers.get)
+    backend = named("ours", directory=tmp_path, ask=lambda what, *_: answers[what])
     backend.setup = replace(backend.setup, batches=(1, 2))
     (same,) = values(serve.check(backend), "same tokens alone and among others", "ours")
     assert same is not others_matter
@@ -410,7 +410,7 @@ def test_setups_follow_the_options(monkeypatch):
              "--batch-invariant")  # fmt: skip
     first, second, third = serve.setups(options(*given))
     assert (first.backend, second.backend, third.backend) == ("engine", "deep_gemm", "ours")
-    assert first.most_tokens == engines.CHECK_TOKENS and first.share == 0.45
+    assert first.most_tokens == engines.CHECK_TOKENS["vllm"] and first.share == 0.45
     assert first.variables == {"MOE_FP8_VLLM": "0", "VLLM_BATCH_INVARIANT": "1"}
     assert third.variables["MOE_FP8_VLLM"] == "1" and third.expert_parallel
     of_sglang = Setup("sglang", "accurate", first.model)
@@ -840,7 +840,7 @@ def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
 
 def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
-    monkeypatch.setattr(worker, "CHECK_TOKENS", 9)
+    monkeypatch.setitem(worker.CHECK_TOKENS, "vllm", 9)
     monkeypatch.setattr(api, "experts", experts)  # what `watch` replaces
     monkeypatch.setattr(worker, "CALLERS", ("api",))
     monkeypatch.setattr(worker, "count", lambda: None)
