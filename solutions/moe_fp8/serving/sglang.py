@@ -329,7 +329,7 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
     per_channel = scale is not None and scale.shape[1:2] == layer.w13_weight.shape[1:2]
     if per_channel and exchange.is_deepep():
         return "a scale for each channel of weights, and tokens that DeepEP brings"
-    block_shape = getattr(getattr(method, "quant_config", method), "weight_block_size", None)
+    block_shape: Any = getattr(getattr(method, "quant_config", method), "weight_block_size", None)
     if not per_channel and (not method.block_quant or list(block_shape) != BLOCK_SHAPE):
         return f"weights with a scale for {block_shape}"
     if layer.w13_weight.dtype is not torch.float8_e4m3fn:
