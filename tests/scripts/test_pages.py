@@ -68,7 +68,7 @@ def names_of_tests(page: Path) -> list[str]:
 def starts(page: Path) -> list[tuple[str, list[str]]]:
     """The programs that are started, each with its options."""
     found = re.findall(r"run\.py ([a-z_]+)([^`\n]*)", page.read_text("utf-8"))
-    options = re.compile(r"(?<=\s)--([a-z-]+)")
+    options = re.compile(r"(?<=\s)--([a-z0-9-]+)")
     return [(n, options.findall(given)) for n, given in found if n not in ("test", "setup")]
 
 

@@ -383,7 +383,7 @@ def test_every_package_that_is_imported_is_required() -> None:
     }
     package = ROOT / "solutions" / "moe_fp8"
     layer = {*package.rglob("*.py")} - {*(package / "baselines").rglob("*.py")}
-    for engine in ("huggingface", "vllm_experts"):
+    for engine in ("huggingface", "vllm_experts", "vllm_mxfp4"):
         layer.remove(package / "serving" / f"{engine}.py")
     for sources, extras in ((layer, ""), ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev")):
         found = {name.split(".")[0] for path in sources for name in imported(path, in_all=False)}

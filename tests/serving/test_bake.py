@@ -28,6 +28,8 @@ SMALL = {
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
 USER, GROUP = 54321, 65432
+PACKAGES = Path(bake.__file__).parents[2]
+"""The directory to import the package from."""
 
 
 @pytest.fixture
@@ -69,7 +71,10 @@ compiling.cute.compile = prepare.in_processes = refuse
 fcntl.flock = refuse if locks else lockless
 warnings.simplefilter("error", RuntimeWarning)
 prepare.missing(geometries)  # Python and the sources may be in a directory of root's
-os.setgroups(groups), os.setgid(user), os.setuid(user)
+try:
+    os.setgroups(groups), os.setgid(user), os.setuid(user)
+except PermissionError:  # a container whose root may not
+    sys.exit(77)
 assert prepare.compile_all(geometries) == 0
 assert [*fused.compile_fused.functions] == geometries and os.getuid() == user
 """
@@ -116,6 +121,8 @@ def test_another_user_compiles_nothing(change, locks, baked):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         directory = Path(folder) / "kernels"
+        if not all(path.stat().st_mode & 0o001 for path in directory.parents):
+            pytest.skip(f"another user cannot reach {folder}")
         shutil.copytree(baked.directory, directory)
         for path in (*directory.rglob("*"), directory):
             change(path)
@@ -123,9 +130,11 @@ def test_another_user_compiles_nothing(change, locks, baked):
         done = subprocess.run(
             [sys.executable, "-c", LOADING],
             input=pickle.dumps((baked.kernels, USER, groups, locks)),
-            env={**os.environ, CACHE_VARIABLE: str(directory), "PYTHONPATH": str(ahead.PARENT)},
+            env={**os.environ, CACHE_VARIABLE: str(directory), "PYTHONPATH": str(PACKAGES)},
             capture_output=True,
         )
+        if done.returncode == 77:
+            pytest.skip("this root cannot become another user")
         assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
@@ -358,7 +367,7 @@ def test_the_name_of_the_program_is_that_of_the_function() -> None:
     import moe_fp8.prepare
 
     assert moe_fp8.prepare is ahead.prepare
-    environment = {**os.environ, "PYTHONPATH": str(ahead.PARENT)}
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGES)}
     command = [sys.executable, "-m", "moe_fp8.prepare", "--help"]
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
     assert done.returncode == 0 and "usage: python -m moe_fp8.prepare" in done.stdout
