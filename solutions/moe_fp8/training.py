@@ -45,8 +45,8 @@ def differentiable_experts(
 
     The gradient is the layer's at the FP8 weights and tokens. A rounding to FP8 counts as the
     identity (straight-through), so an FP8 weight's gradient is its master's. The masters' values
-    are not read: `quantise_blocks` makes `w13` and `w2` of them. Changing `w13` or `w2` in place
-    between forward and backward is an error of autograd.
+    are not read: `quantise_blocks` or `quantise_channels` makes `w13` and `w2` of them. Changing
+    `w13` or `w2` in place between forward and backward is an error of autograd.
 
     The backward pass waits for the GPU, then loops over the local experts. Its matrix products are
     BF16; the intermediate is not rounded to FP8. calc_diff to float64 autograd is below 1e-4,
@@ -156,5 +156,7 @@ class _Experts(torch.autograd.Function):
 
 def _dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return an expert's weights in bfloat16."""
+    if len(scale) == len(values):  # of channels
+        return (values.float() * scale.view(-1, 1)).to(BF16)
     wide = scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return (values.float() * wide).to(BF16)

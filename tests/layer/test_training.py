@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from markers import backends
-from moe_fp8 import differentiable_experts, experts, quantise_blocks, quantise_rows
+from moe_fp8 import (
+    differentiable_experts,
+    experts,
+    quantise_blocks,
+    quantise_channels,
+    quantise_rows,
+)
 from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import activated
@@ -24,11 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clamped": {"swiglu_limit": 2.5, "swiglu_alpha": 1.7, "swiglu_beta": 1.0},
     "up first, ue8m0": {"gate_first": False, "ue8m0": True},
     "offset": {"local_expert_offset": 2, "num_experts": 9},
+    "channels": {"quantise": quantise_channels},
     "map": {"expert_map": torch.tensor([2, -1, 0, 1, -1, 0], dtype=torch.int32)},
 }
 
 
-def call(dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
+def call(
+    dtype: torch.dtype = torch.float32, quantise: Any = quantise_blocks, **options: Any
+) -> dict[str, Any]:
     """Return arguments. Some ids are of no local expert, and some tokens have an expert twice."""
     generator = torch.Generator().manual_seed(0)
 
@@ -39,7 +48,7 @@ def call(dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
         (random(LOCAL, 2 * WIDTH, HIDDEN) / HIDDEN**0.5).to(dtype),
         (random(LOCAL, HIDDEN, WIDTH) / WIDTH**0.5).to(dtype),
     )
-    quantised = [part for master in masters for part in quantise_blocks(master)]
+    quantised = [part for master in masters for part in quantise(master)]
     return {
         "topk_ids": torch.randint(-1, 6, (TOKENS, TOP_K), generator=generator),
         "topk_weights": random(TOKENS, TOP_K).abs(),
@@ -59,6 +68,8 @@ def outputs(arguments: dict[str, Any], d_out: torch.Tensor) -> dict[str, torch.T
 
 
 def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if scale.dim() == 2:  # of channels
+        return values.double() * scale.double().unsqueeze(-1)
     return values.double() * scale.double().repeat_interleave(BLOCK, -2).repeat_interleave(
         BLOCK, -1
     )
