@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +230,19 @@ def test_the_engine_and_the_split_decide_kernels(options, expected):
     assert forms(*bake.calls(MODEL, **options)) == expected
 
 
+def test_weights_by_channel_have_kernels_of_their_own():
+    model = bake.Model("a", 10, 4, 256, 768, per_channel=True)
+    form = replace(USUAL, per_channel=True)
+    assert forms(*bake.calls(model)) == [(10, 10, 768, form)]
+    ranks = {"data_parallel": 2, "expert_parallel": True}
+    (sent,) = forms(*bake.calls(model, **ranks, exchange="deepep_high_throughput"))
+    assert sent == (10, 5, 768, replace(MAPPED, choice=I64, per_channel=True))
+    for refused in ({**ranks, "exchange": "nixl_ep"}, {"tensor_parallel": 4, "padded": True},
+                    {"engine": "sglang", "exchange": "deepep_normal"}):  # fmt: skip
+        with pytest.raises(bake.UsageError, match="got each channel"):
+            forms(*bake.calls(model, **refused))
+
+
 def test_options_reach_the_kernels(config, compiled, tmp_path):
     config.joinpath("config.json").write_text(json.dumps({**SMALL, "swiglu_limit": 7.0}))
     assert run(config, tmp_path / "out", "--accurate") == 0
@@ -268,13 +282,28 @@ def test_a_configuration_is_read(config):
     assert bake.read_model("a", config) == bake.Model("a", 4, 2, 256, 128)
 
 
+CHANNELS = {"strategy": "channel", "type": "float", "num_bits": 8}
+
+
+def by_channel(weights: Any = CHANNELS, dynamic: bool = True) -> dict[str, Any]:
+    group = {"weights": weights, "input_activations": {"strategy": "token", "dynamic": dynamic}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def test_a_configuration_by_channel_is_read():
+    read = bake.read_model("a", {**SMALL, "quantization_config": by_channel()})
+    assert read == bake.Model("a", 4, 2, 256, 128, per_channel=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({"quantization_config": by_channel(dynamic=False)}, "compressed-tensors of channel"),
+        ({"quantization_config": by_channel({**CHANNELS, "type": "int"})}, "of channel"),
         ({"num_experts": None}, "no n_routed_experts or num_experts or"),
         ({"quantization_config": {"quant_method": "fp8"}}, "got fp8 of None"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
-         r"blocks of \[128, 128\], got fp8 of \[1, 128\]"),
+         r"blocks of \[128, 128\], .* got fp8 of \[1, 128\]"),
         ({"quantization_config": {"config_groups": {"a": {"weights": {"strategy": "channel"}}}}},
          "got None of channel"),
         ({"expert_dtype": "fp4"}, "experts in FP4"),

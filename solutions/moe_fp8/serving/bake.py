@@ -78,6 +78,7 @@ class Model:
     intermediate: int
     shared: int = 0  # experts of every token, which SGLang may run with the others
     activation: tuple[tuple[str, float], ...] = ()  # options of `experts`
+    per_channel: bool = False  # a weight scale for each output channel, not for each block
 
 
 class Call(NamedTuple):
@@ -160,7 +161,10 @@ def read_model(name: str, config: Any) -> Model:
         sizes[what] = found[0]
     shared = [config[key] for key in SHARED if type(config.get(key)) is int]
     activation = tuple((key, config[key]) for key in ACTIVATION if config.get(key))
-    return Model(name, **sizes, shared=shared[0] if shared else 0, activation=activation)
+    return Model(
+        name, **sizes, shared=shared[0] if shared else 0, activation=activation,
+        per_channel=is_per_channel(quantisation),
+    )  # fmt: skip
 
 
 def why_not(quantisation: Mapping[str, Any]) -> str:
@@ -172,9 +176,30 @@ def why_not(quantisation: Mapping[str, Any]) -> str:
     for group in (quantisation.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         blocks = blocks or weights.get("block_structure") or weights.get("strategy")
-    if list(blocks or ()) == BLOCK_SHAPE:
+    if list(blocks or ()) == BLOCK_SHAPE or is_per_channel(quantisation):
         return ""
-    return f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, got {method} of {blocks}"
+    return (
+        f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, or by channel with tokens "
+        f"quantised in the call, got {method} of {blocks}"
+    )
+
+
+def is_per_channel(quantisation: Mapping[str, Any]) -> bool:
+    """Return True for compressed-tensors' FP8 with a scale for each output channel ("FP8-dynamic"),
+    whose tokens are quantised in the call."""
+    groups = [*(quantisation.get("config_groups") or {}).values()]
+    return bool(groups) and all(
+        (
+            weights.get("strategy"),
+            weights.get("type"),
+            weights.get("num_bits"),
+            tokens.get("dynamic"),
+        )
+        == ("channel", "float", 8, True)
+        for weights, tokens in (
+            (group.get("weights") or {}, group.get("input_activations") or {}) for group in groups
+        )
+    )
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -211,6 +236,10 @@ def calls(
         raise UsageError(f"{ranks} GPUs: expected a divisor of {model.intermediate} columns")
     if split > 1 and engine != "vllm" and model.experts % split:
         raise UsageError(f"{split} GPUs: expected a divisor of {model.experts} experts")
+    batched = exchange is not None and EXCHANGES[exchange].batched
+    if model.per_channel and (padded or batched or (exchange and engine == "sglang")):
+        what = "--pad-shard" if padded else f"--exchange {exchange}"
+        raise UsageError(f"{what}: expected weights with a scale for each block, got each channel")
     # vLLM gives the first ranks one expert more if the experts cannot be shared evenly.
     locals_ = {-(-model.experts // split), model.experts // split}
     width = model.intermediate if expert_parallel else model.intermediate // ranks
@@ -241,12 +270,18 @@ def call(
 ) -> Call:
     """Return the call of a layer with `local` of the model's and `shared` more experts."""
     number, local, top_k = model.experts + shared, local + shared, model.top_k + shared
-    x_type = torch.float8_e4m3fn if exchange else torch.bfloat16
-    weights = (
-        tensor(torch.float8_e4m3fn, local, 2 * width, model.hidden),
-        tensor(torch.float32, local, 2 * width // BLOCK, model.hidden // BLOCK),
-        tensor(torch.float8_e4m3fn, local, model.hidden, width),
-        tensor(torch.float32, local, model.hidden // BLOCK, width // BLOCK),
+    # Beside weights by channel an exchange leaves tokens in bfloat16.
+    in_fp8 = exchange is not None and not model.per_channel
+    x_type = torch.float8_e4m3fn if in_fp8 else torch.bfloat16
+    weights = tuple(
+        part
+        for n, k in ((2 * width, model.hidden), (model.hidden, width))
+        for part in (
+            tensor(torch.float8_e4m3fn, local, n, k),
+            tensor(
+                torch.float32, local, *((n, 1) if model.per_channel else (n // BLOCK, k // BLOCK))
+            ),
+        )
     )
     options: dict[str, Any] = {"accurate": accurate, **dict(model.activation)}
     if exchange and exchange.batched:
@@ -254,7 +289,7 @@ def call(
         x = tensor(x_type, local, 1, model.hidden)
         return Call(batched_experts, (x, tensor(torch.int32, local), *weights), options)
     ids = torch.int64 if engine == "transformers" else exchange.ids if exchange else torch.int32
-    if exchange:  # token by token
+    if in_fp8:  # token by token
         options["x_scale"] = tensor(torch.float32, 1, model.hidden // BLOCK).t()
     if engine == "vllm" and has_map:
         options["expert_map"] = tensor(torch.int32, number)
