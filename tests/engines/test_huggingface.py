@@ -156,6 +156,8 @@ def laid_out(folder: Path, kernels: ModuleType) -> Path:
 def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypatch):
     """As docs/engines.md says. The kernel is a module of its own."""
     kernels = pytest.importorskip("kernels")
+    if not kernels.__file__:  # a folder of that name, such as tests/kernels
+        pytest.skip("the library is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     repository = laid_out(tmp_path, kernels)
     kernel = kernels.get_local_kernel(repository)

@@ -561,7 +561,7 @@ def test_a_scheduler_takes_the_remote_calls_that_time_graphs(monkeypatch, tmp_pa
 
     from scripts.serving import worker
 
-    monkeypatch.setattr(worker, "watch", lambda: None)
+    monkeypatch.setattr(worker, "watch", lambda engine: None)
     monkeypatch.delenv(worker.RANDOM, raising=False)
     monkeypatch.setenv(worker.DIRECTORY, str(tmp_path))
     for name in ("time_graphs", "report_graph_times"):
