@@ -508,8 +508,6 @@ def setups(args: argparse.Namespace) -> list[Setup]:
             f"{args.engine} is not installed for {sys.executable}: in the environment that has it "
             "run pip install -e '.[serve]', then run.py with its python"
         )
-    if args.http and "tuned" in args.compare.split(","):
-        raise UsageError("--http: the backend tuned has no server")
     if args.batch_invariant and args.engine != "vllm":
         raise UsageError("--batch-invariant: with --engine vllm only")
     backends = list(dict.fromkeys(name.strip() for name in args.compare.split(",")))
@@ -518,6 +516,8 @@ def setups(args: argparse.Namespace) -> list[Setup]:
     if set(OWN) & set(backends) and not is_installed(args.engine):
         raise UsageError(f"{args.engine} does not find the plugin: pip install -e . in this folder")
     model = find_model(args.model, args.layers, args.random_weights)
+    if args.http and "tuned" in backends:
+        raise UsageError("--http: the backend tuned has no server")
     if ("bf16" in backends) != (args.bf16 is not None):
         raise UsageError("--bf16 DIR and the backend bf16 need each other")
     if args.random_weights and (args.text or args.bf16):

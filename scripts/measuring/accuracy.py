@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from moe_fp8.call import BLOCK, Swiglu
-from moe_fp8.reference import activated, quantise_rows
+from moe_fp8.reference import activated, dequantised, quantise_rows
 
 LARGEST_DIFF = 2e-3
 """Most calc_diff of a correct output to the float32 reference; an FP8 intermediate makes 3e-4."""
@@ -52,12 +52,6 @@ def in_float32(
         y = activated(gate, up, swiglu) @ dequantised(w2[expert], w2_scale[expert]).t()
         out.index_add_(0, rows, y * weights.float().where(chosen, 0)[rows].sum(1, keepdim=True))
     return out
-
-
-def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    if len(scale) == len(values):  # of rows
-        return values.float() * scale.view(-1, 1)
-    return values.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
 def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:

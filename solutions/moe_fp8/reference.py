@@ -470,6 +470,14 @@ def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _rounded(rows, scale.unsqueeze(-1)).contiguous(), scale
 
 
+def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of FP8 values `[N, K]` in float32, with scales of blocks or of rows: of shape
+    `[N/128, K/128]`, or `[N]` or `[N, 1]`."""
+    if len(scale) == len(values):
+        return values.float() * scale.view(-1, 1)
+    return values.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+
 def is_floating(argument: Any) -> bool:
     """Return True if the argument is a tensor of floating-point numbers."""
     return isinstance(argument, torch.Tensor) and argument.is_floating_point()

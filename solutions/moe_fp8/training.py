@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .api import BF16, F32, Options, experts, refuse_gradients
 from .call import BLOCK, RoutedInputs, Swiglu, described
-from .reference import activated, local_experts, quantise_rows
+from .reference import activated, dequantised, local_experts, quantise_rows
 
 
 def differentiable_experts(
@@ -130,8 +130,8 @@ class _Experts(torch.autograd.Function):
             leaves = (
                 rounded[token],
                 weights.flatten()[pair],
-                _dequantised(w13[expert], w13_scale[expert]),
-                _dequantised(w2[expert], w2_scale[expert]),
+                dequantised(w13[expert], w13_scale[expert]).to(BF16),
+                dequantised(w2[expert], w2_scale[expert]).to(BF16),
             )
             for leaf, is_wanted in zip(leaves, wanted, strict=True):
                 leaf.requires_grad_(is_wanted)
@@ -152,11 +152,3 @@ class _Experts(torch.autograd.Function):
             d_x += d_pairs[slot::top_k]
         d_inputs = None, d_weights.view_as(weights), d_x.to(BF16), *7 * (None,)
         return *d_inputs, d_w13, d_w2, None, None
-
-
-def _dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return an expert's weights in bfloat16."""
-    if len(scale) == len(values):  # of channels
-        return (values.float() * scale.view(-1, 1)).to(BF16)
-    wide = scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return (values.float() * wide).to(BF16)

@@ -360,6 +360,8 @@ def test_an_engine_that_is_absent_is_named(monkeypatch):
         serve.setups(options("--engine", "sglang", "--batch-invariant"))
     with pytest.raises(UsageError, match="^--compare engine,: a name between commas is empty"):
         serve.setups(options("--compare", "engine,"))
+    with pytest.raises(UsageError, match="^--http: the backend tuned has no server"):
+        serve.setups(options("--random-weights", "--compare", "engine, tuned", "--http", "2"))
 
 
 def test_a_plugin_that_the_engine_does_not_find(monkeypatch):
