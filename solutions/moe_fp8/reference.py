@@ -471,11 +471,14 @@ def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a matrix of FP8 values `[N, K]` in float32, with scales of blocks or of rows: of shape
-    `[N/128, K/128]`, or `[N]` or `[N, 1]`."""
-    if len(scale) == len(values):
-        return values.float() * scale.view(-1, 1)
-    return values.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    """Return matrices of FP8 values `[..., N, K]` in float32, with scales of blocks or of rows: of
+    shape `[..., N/128, K/128]`, or `[..., N]` or `[..., N, 1]`."""
+    if scale.dim() < values.dim():
+        scale = scale.unsqueeze(-1)
+    if scale.shape[-2] == values.shape[-2]:
+        return values.float() * scale
+    blocks = values.float().unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))
+    return blocks.mul_(scale[..., None, :, None]).flatten(-4, -3).flatten(-2)
 
 
 def is_floating(argument: Any) -> bool:

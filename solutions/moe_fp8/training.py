@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
 
 from .api import BF16, F32, Options, experts, refuse_gradients
 from .call import BLOCK, RoutedInputs, Swiglu, described
@@ -48,11 +49,11 @@ def differentiable_experts(
     are not read: `quantise_blocks` or `quantise_channels` makes `w13` and `w2` of them. Changing
     `w13` or `w2` in place between forward and backward is an error of autograd.
 
-    The backward pass waits for the GPU, then loops over the local experts. Its matrix products are
-    BF16; the intermediate is not rounded to FP8. calc_diff to float64 autograd is below 1e-4,
-    more where many values are near `swiglu_limit`. It repeats bit for bit, but is not batch
-    invariant. A rank gets its experts' share of the gradients of tokens and routing weights. There
-    is no second derivative.
+    The backward pass computes the layer again in BF16, by torch's grouped GEMM on dequantised
+    weights, whose copies it needs memory for; the intermediate is not rounded to FP8. calc_diff to
+    float64 autograd is below 1e-4, more where many values are near `swiglu_limit`. It repeats bit
+    for bit, but is not batch invariant. A rank gets its experts' share of the gradients of tokens
+    and routing weights. There is no second derivative.
 
     Args:
         x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
@@ -110,45 +111,46 @@ class _Experts(torch.autograd.Function):
             ids, weights, x, None, w13, w13_scale, w2, w2_scale, ctx.offset, expert_map
         )
         gate_first, _, *numbers, ue8m0 = ctx.options
-        swiglu, (tokens, top_k) = Swiglu(*numbers), ids.shape
-        needed = ctx.needs_input_grad
+        swiglu, needed, top_k = Swiglu(*numbers), ctx.needs_input_grad, ids.shape[1]
         wanted = needed[2], needed[1], needed[10], needed[11]
-        d_pairs, d_weights = x.new_zeros(tokens * top_k, x.shape[1]), weights.new_zeros(ids.numel())
-        d_w13, d_w2 = (
-            torch.zeros_like(w, dtype=dtype) if is_wanted else None
-            for w, dtype, is_wanted in zip((w13, w2), ctx.masters, wanted[2:], strict=True)
-        )
         q, scale = quantise_rows(x, ue8m0)
         rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
         # Pairs by expert, other ranks' last. Pair t * top_k + k is slot k of token t.
-        local = local_experts(inputs, len(w13)).flatten()
-        pairs, counts = local.argsort(stable=True), local.bincount(minlength=len(w13) + 1)
-        for expert, pair in enumerate(pairs.split(counts.tolist())[:-1]):
-            if not len(pair):
-                continue
-            token = pair // top_k
-            leaves = (
-                rounded[token],
-                weights.flatten()[pair],
-                dequantised(w13[expert], w13_scale[expert]).to(BF16),
-                dequantised(w2[expert], w2_scale[expert]).to(BF16),
-            )
-            for leaf, is_wanted in zip(leaves, wanted, strict=True):
-                leaf.requires_grad_(is_wanted)
-            with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-                a, weight, b13, b2 = leaves
-                halves = (a @ b13.t()).float().chunk(2, dim=1)
-                gate, up = halves if gate_first else halves[::-1]
-                middle = activated(gate, up, swiglu).to(BF16)
-                y = (middle @ b2.t()).float() * weight.unsqueeze(1)
-                wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
-                gradients = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
-            targets = (d_pairs, pair), (d_weights, pair), (d_w13, expert), (d_w2, expert)
-            for (target, place), is_wanted in zip(targets, wanted, strict=True):
-                if is_wanted:
-                    target[place] = next(gradients).to(target.dtype)
-        d_x = torch.zeros_like(x, dtype=F32)
-        for slot in range(top_k):  # in one order, without atomics
-            d_x += d_pairs[slot::top_k]
-        d_inputs = None, d_weights.view_as(weights), d_x.to(BF16), *7 * (None,)
-        return *d_inputs, d_w13, d_w2, None, None
+        expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
+        every = torch.arange(len(w13), device=x.device)
+        ends = torch.searchsorted(expert, every, right=True, out_int32=True)
+        leaves = (
+            rounded[pair // top_k],
+            weights.flatten()[pair],
+            dequantised(w13, w13_scale).to(BF16),
+            dequantised(w2, w2_scale).to(BF16),
+        )
+        for leaf, is_wanted in zip(leaves, wanted, strict=True):
+            leaf.requires_grad_(is_wanted)
+        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            a, weight, b13, b2 = leaves
+            halves = grouped_mm(a, b13.mT, offs=ends).float().chunk(2, dim=1)
+            gate, up = halves if gate_first else halves[::-1]
+            middle = activated(gate, up, swiglu).to(BF16)
+            y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
+            wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(y, wanted_leaves, d_out[pair // top_k].float()))
+        gradients = [next(found) if is_wanted else None for is_wanted in wanted]
+        # Rows of no expert, and experts without rows, are not written (pytorch/pytorch 154557,
+        # 172439).
+        ours, used = expert < len(w13), ends.diff(prepend=ends.new_zeros(1)) > 0
+        for gradient, is_written in zip(gradients, (ours, ours, used, used), strict=True):
+            if gradient is not None:
+                gradient[~is_written] = 0
+        d_pairs, d_pair_weights, *d_fp8 = gradients
+        d_x = d_weights = None
+        if d_pairs is not None:
+            by_token = torch.empty_like(d_pairs).index_copy_(0, pair, d_pairs)
+            d_x = by_token.view(*ids.shape, x.shape[1]).sum(1, dtype=F32).to(BF16)
+        if d_pair_weights is not None:
+            d_weights = torch.empty_like(d_pair_weights).index_copy_(0, pair, d_pair_weights)
+            d_weights = d_weights.view_as(weights)
+        d_masters = (
+            None if d is None else d.to(dtype) for d, dtype in zip(d_fp8, ctx.masters, strict=True)
+        )
+        return None, d_weights, d_x, *7 * (None,), *d_masters, None, None

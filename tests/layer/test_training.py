@@ -12,11 +12,13 @@ from moe_fp8 import (
     quantise_blocks,
     quantise_channels,
     quantise_rows,
+    training,
 )
 from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import activated
 from problems import SHAPE, configs_of
+from torch.nn.functional import grouped_mm
 
 from scripts.measuring.accuracy import calc_diff
 
@@ -57,6 +59,17 @@ def call(
         **dict(zip(("master_w13", "master_w2"), masters, strict=True)),
         **options,
     }
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*[Dd]eterministic")
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    """What torch's grouped GEMM does not write must not reach a gradient."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def outputs(arguments: dict[str, Any], d_out: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -151,12 +164,29 @@ def test_only_wanted_gradients_are_computed(wanted):
     assert torch.equal(leaf.grad, whole[wanted]) and leaf.grad.dtype == leaf.dtype
 
 
-def test_no_token_and_no_local_expert():
+@backends("cpu", "gpu")
+def test_no_token_and_no_local_expert(backend):
     for change in ({"topk_ids": torch.full((TOKENS, TOP_K), -1)}, None):
         arguments = call()
         arguments |= change or {n: arguments[n][:0] for n in ("topk_ids", "topk_weights", "x")}
-        found = outputs(arguments, torch.ones_like(arguments["x"]))
+        found = backend.run(outputs, arguments, torch.ones_like(arguments["x"]))
         assert not any(value.any() for value in found.values())
+
+
+def test_an_expert_without_rows(monkeypatch):
+    """Its weights' gradients are what Blackwell's grouped GEMM leaves: anything."""
+
+    def without(a, b, offs):
+        is_used = (offs.diff(prepend=offs.new_zeros(1)) > 0).view(-1, 1, 1)
+        b.register_hook(lambda gradient: gradient.where(is_used, torch.nan))
+        return grouped_mm(a, b, offs=offs)
+
+    monkeypatch.setattr(training, "grouped_mm", without)
+    arguments = call()
+    arguments["topk_ids"][arguments["topk_ids"] == 1] = 2
+    found = outputs(arguments, torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16))
+    for name in NAMES[2:]:
+        assert not found[name][1].any() and found[name][[0, 2]].isfinite().all(), name
 
 
 REFUSED = {
