@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -79,7 +79,7 @@ from scripts.serving.engines import (
 METHOD = "offline API, medians after a warm-up, backends that run together in turns"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 1024, 2048, 4096, 8192, 16384)
-MOST_FIRST_STARTS = 3
+MOST_STARTS = 3
 COMPILED = "Cache the graph of compile range"
 """vLLM's message about a graph that it did not find on disk."""
 COMPILED_LATE = "compilation during inference"
@@ -285,35 +285,40 @@ Answers = dict[str, Answer]
 """Each backend's answer, in the order in which the backends ran."""
 
 
-def first_starts(setup: Setup, logs: Path) -> Iterator[Row]:
-    """Start a backend and end it, until it finds all its compiled graphs on disk: an engine that
-    compiles its model has a slower host for as long as it runs (DeepSeek-V3's sizes in vLLM 0.33,
-    batch 1: 2.64 ms a step, later 1.89). vLLM's second start looks for the first one's graphs under
-    another name, and compiles once more. Raises Failure."""
-    for number in range(MOST_FIRST_STARTS):
-        backend = Backend(setup, logs, f"-first-{number}")
-        try:
-            backend.ready()
-            yield row_of(backend, "first start", None, round(backend.start_seconds, 1), "s")
-        finally:
-            backend.close()
-        if not backend.log_lines(COMPILED):
-            return
+def started(
+    setups: Sequence[Setup], logs: Path, stack: contextlib.ExitStack
+) -> Generator[Row, None, list[Backend]]:
+    """Start backends at once, anew as long as one of them compiles its model, and return them: an
+    engine that has compiled has a slower host for as long as it runs (DeepSeek-V3's sizes in vLLM
+    0.33, batch 1: 2.64 ms a step, later 1.89). vLLM's second start looks for the first one's graphs
+    under another name, and compiles once more. Yield a row of each start that compiled. Raises
+    Failure."""
+    for number in range(MOST_STARTS):
+        with contextlib.ExitStack() as these:
+            backends = []
+            for setup in setups:
+                note(f"starts {setup.backend}")
+                backends.append(Backend(setup, logs, f"-{number}"))
+                these.callback(backends[-1].close)
+            for backend in backends:
+                backend.ready()
+                note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s")
+            compiled = [backend for backend in backends if backend.log_lines(COMPILED)]
+            if not compiled or number == MOST_STARTS - 1:
+                stack.push(these.pop_all())
+                break
+            for backend in compiled:
+                yield row_of(backend, "first start", None, round(backend.start_seconds, 1), "s")
+    for backend in compiled:
+        note(f"{backend.setup.backend} compiled in each of {MOST_STARTS} starts: slower host")
+    return backends
 
 
 def measure(setups: Sequence[Setup], plan: Plan, logs: Path, answers: Answers) -> Iterator[Row]:
     """Yield the rows of backends that share the GPU, as they come. Earlier backends have left their
     `answers`. Raises Failure."""
     with contextlib.ExitStack() as stack:
-        backends = []
-        for setup in setups:
-            note(f"starts {setup.backend}")
-            backends.append(Backend(setup, logs))
-            stack.callback(backends[-1].close)
-        for backend in backends:
-            backend.ready()
-            slower = ", compiled: its host is slower" if backend.log_lines(COMPILED) else ""
-            note(f"{backend.setup.backend} is up after {backend.start_seconds:.0f} s{slower}")
+        backends = yield from started(setups, logs, stack)
         at_start = [compilations(backend.directory) for backend in backends]
         for backend in backends:
             yield from check(backend)
@@ -574,11 +579,8 @@ def main() -> int:
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
     name = SERVED[args.engine] + TRAINED * trained
     into = Writer(name, hardware, METHOD, args.out)
-    say(f"        starts {wanted[0].backend} for what the engine compiles and keeps on disk")
     answers: Answers = {}
     try:
-        for row in first_starts(wanted[0], logs):
-            into.add(row, row["subject"])
         for group in steps(groups, lambda group: ", ".join(setup.backend for setup in group)):
             for row in measure(group, plan, logs, answers):
                 into.add(row, row["subject"])

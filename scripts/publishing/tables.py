@@ -702,7 +702,10 @@ def between(cases: pd.DataFrame) -> str:
 
 def timed_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return a table for each model: a line for each backend, a column for each size."""
-    f = frame_of([row for row in rows if row["part"] in TIMED])
+    times = [row for row in rows if row["part"] in TIMED]
+    if not times:
+        return []
+    f = frame_of(times)
     return [timed_table(model, group) for model, group in f.groupby("model", sort=False)]
 
 

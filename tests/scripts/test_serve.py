@@ -75,7 +75,7 @@ def test_a_record_has_every_figure_of_every_backend(served_rows):
         assert [(row["part"], row["size"]) for row in of] == figures
         assert all(row["calls"] == 2 and row["spread"] >= 0 for row in of)
         (seconds,) = values(rows, "start", backend)
-        assert len(values(rows, "first start", backend)) == (backend == "engine")
+        assert not values(rows, "first start", backend)
         assert seconds > 0 and values(rows, "same tokens alone and among others", backend) == [True]
     head = {"engine": "vllm", "engine_version": "0.0.stand-in", "model": "qwen3-30b-a3b",
             "layers": 2, "gpus": 1, "parallel": "tensor"}  # fmt: skip
@@ -97,21 +97,31 @@ def test_layers_are_compared_kernels_counted_and_tables_shown(served_rows):
 
 
 @pytest.mark.parametrize(("compile_", "starts"), [(0, 1), (1, 2), (2, 3), (9, 3)])
-def test_it_starts_until_nothing_is_compiled(compile_, starts, monkeypatch, tmp_path):
+def test_both_start_until_neither_compiles(compile_, starts, monkeypatch, tmp_path, capsys):
     def backend(setup, logs, start):
-        begun.append(start)
-        compiled = [serve.COMPILED] * (len(begun) <= compile_)
+        begun.append((setup.backend, start))
+        compiled = [serve.COMPILED] * (setup.backend == "ours" and len(begun) <= 2 * compile_)
         return SimpleNamespace(
             setup=setup, version="", start_seconds=1.0, ready=lambda: None,
-            log_lines=lambda text: compiled, close=lambda: ended.append(start),
+            log_lines=lambda text: compiled, close=lambda: ended.append((setup.backend, start)),
         )  # fmt: skip
 
-    begun: list[str] = []
-    ended: list[str] = []
+    begun: list[tuple[str, str]] = []
+    ended: list[tuple[str, str]] = []
     monkeypatch.setattr(serve, "Backend", backend)
-    setup = Setup("vllm", "engine", find_model("qwen3-30b-a3b", 2, True))
-    assert len([*serve.first_starts(setup, tmp_path)]) == len(set(begun)) == starts
-    assert ended == begun
+    model = find_model("qwen3-30b-a3b", 2, True)
+    setups = [Setup("vllm", name, model) for name in ("engine", "ours")]
+    with contextlib.ExitStack() as stack:
+        starting = serve.started(setups, tmp_path, stack)
+        rows = []
+        with pytest.raises(StopIteration) as stop:
+            while True:
+                rows.append(next(starting))
+        assert [last.setup.backend for last in stop.value.value] == ["engine", "ours"]
+        assert len(set(begun)) == len(begun) == 2 * starts and len(ended) == 2 * (starts - 1)
+    assert sorted(ended) == sorted(begun)
+    assert {row["subject"] for row in rows} <= {"ours"} and len(rows) == starts - 1
+    assert ("slower host" in capsys.readouterr().err) == (compile_ > 3)
 
 
 @pytest.mark.all
@@ -131,21 +141,25 @@ def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp
 
 
 @pytest.mark.parametrize(
-    ("ended", "status", "last_line"),
-    [(Failure("no memory"), 1, "error: no memory"), (KeyboardInterrupt(), 130, "interrupted")],
+    ("ended", "status", "last_line", "decoded"),
+    [
+        (Failure("no memory"), 1, "error: no memory", True),
+        (KeyboardInterrupt(), 130, "interrupted", False),
+    ],
 )
-def test_the_tables_have_what_there_is(ended, status, last_line, stand_in, monkeypatch):
+def test_the_tables_have_what_there_is(ended, status, last_line, decoded, stand_in, monkeypatch):
     def measure(group, *_):
         if group[0].backend == "ours":
             raise ended
-        yield serve.row_of(named("engine"), "decode", 1, 2.5, "ms a step", spread=0.0)
+        yield serve.row_of(named("engine"), "first start", None, 9.5, "s")
+        if decoded:
+            yield serve.row_of(named("engine"), "decode", 1, 2.5, "ms a step", spread=0.0)
 
-    start = serve.row_of(named("engine"), "first start", None, 9.5, "s")
-    monkeypatch.setattr(serve, "first_starts", lambda *_: [start])
     monkeypatch.setattr(serve, "measure", measure)
     made = call("serve", "--model", "qwen3-30b-a3b", *QUICK)
     assert made.returncode == status and made.stderr.endswith(f"{last_line}\n")
-    assert "decode 1" in made.stdout and "2.50" in made.stdout and "9.5 s" in made.stdout
+    assert ("decode 1" in made.stdout and "2.50" in made.stdout) == decoded
+    assert "9.5 s" in made.stdout
 
 
 @pytest.mark.parametrize("wrong", ["", "dies"])
