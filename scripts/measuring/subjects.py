@@ -13,7 +13,7 @@ reordered once, as a server would do.
 `Channels` are calls on weights with a scale for each channel, beside the same weights in blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,6 +145,8 @@ Weights = tuple[torch.Tensor, ...]
 """w13 and its scales, w2 and its scales."""
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """An engine's function of ids, weights and tokens."""
+MakeExperts = Callable[[Weights, torch.Tensor], Experts]
+"""Its maker, from the layer's weights and each expert's place among the local ones."""
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,6 +210,55 @@ def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
     return lambda ids, topk_weights, x: fused_experts(x, w13, w2, topk_weights, ids, **options)
 
 
+def vllm_cutlass_experts(weights: Weights, places: torch.Tensor) -> Experts:
+    """vLLM's CUTLASS kernel, which takes weights with a scale for each channel."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as modular
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+        fp8_w8a8_moe_quant_config,
+    )
+    from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    w13, w13_scale, w2, w2_scale = weights
+    local, hidden, intermediate = w2.shape
+    init_workspace_manager(w13.device)
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(w13.device.type))):
+        config = FusedMoEConfig(
+            num_experts=len(places),
+            experts_per_token=1,  # not read: the call's ids tell
+            hidden_dim=hidden,
+            intermediate_size=intermediate,
+            num_local_experts=local,
+            num_logical_experts=len(places),
+            activation=MoEActivation.SILU,
+            device=w13.device,
+            routing_method=RoutingMethodType.DeepSeekV3,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.bfloat16,
+        )
+        quantised = fp8_w8a8_moe_quant_config(
+            w13_scale, w2_scale, per_act_token_quant=True, per_out_ch_quant=True
+        )
+        kernel = modular.FusedMoEKernel(
+            no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), CutlassExpertsFp8(config, quantised)
+        )
+
+    def run(ids: torch.Tensor, topk_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return kernel.apply(
+            x, w13, w2, topk_weights, ids, activation=MoEActivation.SILU,
+            global_num_experts=len(places), expert_map=places, apply_router_weight_on_input=False,
+            shared_experts=None, shared_experts_input=None,
+        )  # fmt: skip
+
+    return run
+
+
 def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
@@ -237,6 +288,7 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
 
 
 ENGINES = {"vllm fused_experts": vllm_experts, "sglang fused_experts": sglang_experts}
+CHANNEL_ENGINES = ENGINES | {"vllm cutlass experts": vllm_cutlass_experts}
 
 
 # --- peers with prepared weights ------------------------------------------------------------------
@@ -272,7 +324,7 @@ class Engines:
         self.experts: dict[int, dict[str, Experts]] = {}
         self.gate_first: Weights = ()
 
-    def experts_of(self, offset: int) -> dict[str, Experts]:
+    def experts_of(self, offset: int, makers: Mapping[str, MakeExperts]) -> dict[str, Experts]:
         """Return the engines' functions on the local experts from `offset` on."""
         if offset not in self.experts:
             places = torch.full((self.shape.num_experts,), -1, dtype=torch.int32)
@@ -280,7 +332,7 @@ class Engines:
             places[offset : offset + local] = torch.arange(local, dtype=torch.int32)
             places = places.to(self.gate_first[0].device)
             self.experts[offset] = {}
-            for name, make in ENGINES.items():
+            for name, make in makers.items():
                 try:
                     self.experts[offset][name] = make(self.gate_first, places)
                 except FAILURES as error:
@@ -350,7 +402,7 @@ class Engines:
             add(f"{name} + quantiser", fields[name], partial(solution, run))
         for name, call in self.prepared.items():
             add(f"{name} prepared + quantiser", fields[name], partial(with_prepared, call))
-        for name, function in self.experts_of(offset).items():
+        for name, function in self.experts_of(offset, ENGINES).items():
             add(name, {"peer": True}, partial(engine, function), kind=Returning)
         return inputs, subjects
 
@@ -405,7 +457,7 @@ class Channels(Engines):
             "experts in blocks": (partial(ours, blocks, False), own, Timed),
             "experts per channel, accurate": (partial(ours, channels, True), own, Timed),
         }
-        for name, function in self.experts_of(offset).items():
+        for name, function in self.experts_of(offset, CHANNEL_ENGINES).items():
             calls[f"{name} per channel"] = partial(engine, function), {"peer": True}, Returning
         return inputs, {
             name: (partial(kind, run, [logits, x, torch.empty_like(x)]), fields)

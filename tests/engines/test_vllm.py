@@ -706,6 +706,44 @@ def test_the_peer_of_a_sweep_is_called_as_it_can_be(per_channel) -> None:
     assert output.shape == x.shape
 
 
+def test_cutlass_in_a_sweep_gets_the_layer(problem, monkeypatch) -> None:
+    """All but vLLM's GPU kernels: its quantiser, and the experts themselves."""
+    from vllm.model_executor.layers.fused_moe.experts import cutlass_moe
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+
+    from scripts.measuring.subjects import CHANNEL_ENGINES
+
+    def quantise(x: torch.Tensor, *_: Any, per_act_token_quant: bool, **__: Any) -> Any:
+        assert per_act_token_quant
+        scale = x.float().abs().amax(1, keepdim=True) / 448
+        return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+    def run(out: torch.Tensor, q: torch.Tensor, *given: Any, **_: Any) -> None:
+        of = dict(zip(names, given, strict=False))
+        assert of["per_act_token"] and of["per_out_ch"] and of["global_num_experts"] == E
+        part = Weights(1, H, WIDTH, per_channel=True)
+        part.w13, part.w13_scale, part.w2, part.w2_scale = (
+            of[name] for name in ("w1", "w1_scale", "w2", "w2_scale")
+        )
+        ids = of["expert_map"].long()[of["topk_ids"].long()]
+        out.copy_(layer((q.float() * of["a1q_scale"]).bfloat16(), ids, of["topk_weights"], part))
+
+    _, _, *names = inspect.signature(cutlass_moe.run_cutlass_moe_fp8).parameters
+    monkeypatch.setattr(no_dp_ep, "moe_kernel_quantize_input", quantise)
+    monkeypatch.setattr(cutlass_moe, "run_cutlass_moe_fp8", run)
+    monkeypatch.setattr(cutlass_moe, "moe_permute_unpermute_supported", lambda: False)
+    _, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    part = Weights(16, H, WIDTH, per_channel=True)
+    places = torch.full((E,), -1, dtype=torch.int32)
+    places[8:24] = torch.arange(16, dtype=torch.int32)
+    call = CHANNEL_ENGINES["vllm cutlass experts"](
+        (part.w13, part.w13_scale, part.w2, part.w2_scale), places
+    )
+    expected = layer(x, places.long()[ids.long()], topk_weights, part)
+    assert calc_diff(call(ids.int(), topk_weights, x), expected) < 2e-3
+
+
 # --- what `python -m moe_fp8.prepare` makes -------------------------------------------------------
 
 BLOCKS = {  # vLLM's experts of a model: the part of its code that makes the layer

@@ -170,7 +170,8 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     def prepared(inputs):
         return lambda given, out: solution(*given, out)
 
-    monkeypatch.setattr(subjects, "ENGINES", {"an engine": engine, "absent": absent})
+    for name in ("ENGINES", "CHANNEL_ENGINES"):
+        monkeypatch.setattr(subjects, name, {"an engine": engine, "absent": absent})
     monkeypatch.setattr(subjects, "PREPARED", {"a peer": prepared, "not chosen": None})
     recorded = {"a peer": {"peer": True, "hash": "1"}, FUSED: {"peer": False, "hash": "2"}}
     monkeypatch.setattr(
