@@ -184,14 +184,20 @@ class Returning(Timed):
         self.arguments[-1] = self.runnable(*self.arguments)
 
 
-def one_after_another(calls: Sequence[Timed]) -> Timed:
-    """Return one call that makes all of these. Its output is the last one's."""
+class Several(Timed):
+    """Calls that are made one after the other, as one. Its output is the last one's."""
 
-    def run(output: torch.Tensor) -> None:
-        for call in calls:
+    def __init__(self, calls: Sequence[Timed]):
+        super().__init__(None, [], rows=calls[-1].rows)
+        self.calls = calls
+
+    def __call__(self) -> None:
+        for call in self.calls:
             call()
 
-    return Timed(run, [calls[-1].output], rows=calls[-1].rows)
+    @property
+    def output(self) -> torch.Tensor:
+        return self.calls[-1].output
 
 
 def captured(call: Timed) -> Run:

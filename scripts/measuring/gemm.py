@@ -29,7 +29,7 @@ from scripts.common.program import PREFIX, duration, error_line, say
 from scripts.measuring import clock
 from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Histogram
-from scripts.measuring.clock import Rates, Timed, device_times, figures, one_after_another
+from scripts.measuring.clock import Rates, Returning, Several, Timed, device_times, figures
 from scripts.measuring.processes import process_pool
 from scripts.measuring.weight_stream import readers
 from scripts.publishing.rows import Writer
@@ -417,6 +417,27 @@ def sgl_variants() -> list[Variant]:
     return [Variant("sgl_kernel", flat, peer=True)]
 
 
+def torchao_variants() -> list[Variant]:
+    """Return torchao's CuTe DSL grouped GEMM (pytorch/ao pull request 4707). It takes four experts
+    or more with the same multiple of 128 rows, and K of 2048 or 7168."""
+    os.environ["TORCHAO_ENABLE_CUTEDSL_FP8_BLOCKWISE_GROUPED_MM"] = "1"
+    from torchao.prototype.blockwise_fp8_training import cutedsl_grouped_gemm as peer
+
+    def flat(x: Operands) -> Timed:
+        pairs, ends = x.problem.pairs, x.m_indptr[1:].contiguous()
+        a, a_scale = x.a[:pairs], x.a_scale[:, :pairs].contiguous().t()
+        b, b_scale = x.b.transpose(1, 2), x.b_scale.transpose(1, 2)
+
+        def run(_: torch.Tensor) -> torch.Tensor:
+            return peer.cutedsl_fp8_blockwise_scaled_grouped_mm_2d_3d(
+                a, b, a_scale, b_scale, ends, torch.bfloat16
+            )
+
+        return Returning(run, [x.out], rows=x.flat.index)
+
+    return [Variant("torchao", flat, peer=True)]
+
+
 def triton_variants() -> list[Variant]:
     """Return triton_moe's grouped GEMM with the tiles that it ships for as many tokens."""
     from moe_fp8.baselines.requirement import require
@@ -470,7 +491,12 @@ def triton_call(x: Operands, tile: "TileConfig") -> Timed:
     return Timed(run, [placed.out], rows=placed.index)
 
 
-PEERS = {"deepgemm": deepgemm_variants, "sgl": sgl_variants, "triton": triton_variants}
+PEERS = {
+    "deepgemm": deepgemm_variants,
+    "sgl": sgl_variants,
+    "torchao": torchao_variants,
+    "triton": triton_variants,
+}
 
 
 @functools.cache
@@ -529,7 +555,7 @@ def compile_ahead(function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
 
 def rotated(calls: Sequence[Timed]) -> Timed:
     """Return LAUNCHES calls as one, rotating over those on several operands."""
-    return one_after_another([calls[i % len(calls)] for i in range(LAUNCHES)])
+    return Several([calls[i % len(calls)] for i in range(LAUNCHES)])
 
 
 def run_problem(

@@ -111,6 +111,34 @@ def test_every_variant_is_given_the_problem_of_the_model(peers, kernel, rows) ->
     assert kernel == [(there, chosen) for there in (batched, x.aligned.rows.tolist(), flat)]
 
 
+def test_torchao_gets_the_layouts_that_it_asks_for(monkeypatch) -> None:
+    def grouped_mm(a, b, a_scale, b_scale, ends, out_dtype):
+        m, k = a.shape
+        experts, _, n = b.shape
+        assert (a.stride(), b.stride()) == ((k, 1), (n * k, 1, k)) and ends.dtype is torch.int32
+        assert (a_scale.shape, a_scale.stride()) == ((m, k // BLOCK), (1, m))
+        assert b_scale.shape == (experts, k // BLOCK, n // BLOCK) and b_scale.stride()[1] == 1
+        out = torch.empty((m, n), dtype=out_dtype)
+        rows = reference.flat_rows(torch.cat([ends.new_zeros(1), ends]))
+        w, scales = b.transpose(1, 2), b_scale.transpose(1, 2)
+        reference.grouped_gemm(a, a_scale.t(), w, scales, out, rows)
+        return out
+
+    name = "torchao.prototype.blockwise_fp8_training"
+    peer = SimpleNamespace(cutedsl_fp8_blockwise_scaled_grouped_mm_2d_3d=grouped_mm)
+    for module in ("torchao", "torchao.prototype"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(cutedsl_grouped_gemm=peer))
+    monkeypatch.setenv("TORCHAO_ENABLE_CUTEDSL_FP8_BLOCKWISE_GROUPED_MM", "0")
+    (variant,) = gemm.torchao_variants()
+    x = operands((128,) * 4)
+    assert Checker(x).calc_diff(variant) < 1e-6
+    several = clock.Several([variant.prepare(x)] * 2)
+    several.poison()
+    several()
+    assert several.result().isfinite().all(), "the output is the one that the last call returned"
+
+
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:
     x = operands(UNEVEN)
     checker = Checker(x)
