@@ -184,20 +184,16 @@ class Returning(Timed):
         self.arguments[-1] = self.runnable(*self.arguments)
 
 
-class Several(Timed):
-    """Calls that are made one after the other, as one. Its output is the last one's."""
+def one_after_another(calls: Sequence[Timed]) -> Timed:
+    """Return one call that makes all of these. Its output is the last one's, which may be in new
+    memory."""
 
-    def __init__(self, calls: Sequence[Timed]):
-        super().__init__(None, [], rows=calls[-1].rows)
-        self.calls = calls
-
-    def __call__(self) -> None:
-        for call in self.calls:
+    def run(_: torch.Tensor) -> torch.Tensor:
+        for call in calls:
             call()
+        return calls[-1].output
 
-    @property
-    def output(self) -> torch.Tensor:
-        return self.calls[-1].output
+    return Returning(run, [calls[-1].output], rows=calls[-1].rows)
 
 
 def captured(call: Timed) -> Run:

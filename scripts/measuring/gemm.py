@@ -29,7 +29,14 @@ from scripts.common.program import PREFIX, duration, error_line, say
 from scripts.measuring import clock
 from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Histogram
-from scripts.measuring.clock import Rates, Returning, Several, Timed, device_times, figures
+from scripts.measuring.clock import (
+    Rates,
+    Returning,
+    Timed,
+    device_times,
+    figures,
+    one_after_another,
+)
 from scripts.measuring.processes import process_pool
 from scripts.measuring.weight_stream import readers
 from scripts.publishing.rows import Writer
@@ -555,7 +562,7 @@ def compile_ahead(function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
 
 def rotated(calls: Sequence[Timed]) -> Timed:
     """Return LAUNCHES calls as one, rotating over those on several operands."""
-    return Several([calls[i % len(calls)] for i in range(LAUNCHES)])
+    return one_after_another([calls[i % len(calls)] for i in range(LAUNCHES)])
 
 
 def run_problem(

@@ -22,7 +22,6 @@ from scripts.measuring.cases import Histogram, Inputs, Plan, definition_of, name
 from scripts.measuring.clock import (
     FAILURES,
     Rates,
-    Several,
     Timed,
     attempt,
     both_times,
@@ -30,6 +29,7 @@ from scripts.measuring.clock import (
     device_times,
     figures,
     on_own_stream,
+    one_after_another,
     timed,
     waits,
 )
@@ -356,7 +356,7 @@ def measure_reading(
     for h in cases:
         if any(h.rows):
             orders = zip(*(readings(tensor, h.rows) for tensor in tensors), strict=True)
-            calls |= {f"{h.uuid} {order}": Several(c) for order, c in enumerate(orders)}
+            calls |= {f"{h.uuid} {order}": one_after_another(c) for order, c in enumerate(orders)}
     best = {h.uuid: 0.0 for h in cases}
     for name, times in device_times(calls, repeats).items():
         if "error" in times:

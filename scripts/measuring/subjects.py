@@ -194,6 +194,9 @@ def is_per_channel(weights: Weights) -> bool:
     return w13_scale.shape[1] == w13.shape[1]
 
 
+VLLM_PER_CHANNEL: dict[str, Any] = dict(per_act_token_quant=True, per_out_ch_quant=True)
+
+
 def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
@@ -201,7 +204,7 @@ def vllm_experts(weights: Weights, places: torch.Tensor) -> Experts:
     w13, w13_scale, w2, w2_scale = weights
     form: dict[str, Any] = dict(block_shape=[BLOCK, BLOCK])
     if is_per_channel(weights):
-        form = dict(per_act_token_quant=True, per_out_ch_quant=True)
+        form = VLLM_PER_CHANNEL
     options: dict[str, Any] = dict(
         global_num_experts=len(places),
         expert_map=places,
@@ -242,9 +245,7 @@ def vllm_cutlass_experts(weights: Weights, places: torch.Tensor) -> Experts:
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
             in_dtype=torch.bfloat16,
         )
-        quantised = fp8_w8a8_moe_quant_config(
-            w13_scale, w2_scale, per_act_token_quant=True, per_out_ch_quant=True
-        )
+        quantised = fp8_w8a8_moe_quant_config(w13_scale, w2_scale, **VLLM_PER_CHANNEL)
         kernel = modular.FusedMoEKernel(
             no_dp_ep.MoEPrepareAndFinalizeNoDPEPModular(), CutlassExpertsFp8(config, quantised)
         )

@@ -49,11 +49,11 @@ def differentiable_experts(
     are not read: `quantise_blocks` or `quantise_channels` makes `w13` and `w2` of them. Changing
     `w13` or `w2` in place between forward and backward is an error of autograd.
 
-    The backward pass computes the layer again in BF16, by torch's grouped GEMM on dequantised
-    weights, whose copies it needs memory for; the intermediate is not rounded to FP8. calc_diff to
-    float64 autograd is below 1e-4, more where many values are near `swiglu_limit`. It repeats bit
-    for bit, but is not batch invariant. A rank gets its experts' share of the gradients of tokens
-    and routing weights. There is no second derivative.
+    The backward pass computes the layer again in BF16, by torch's grouped GEMM. It needs memory
+    for dequantised copies of all local weights. The intermediate is not rounded to FP8. calc_diff
+    to float64 autograd is below 1e-4, more where many values are near `swiglu_limit`. It repeats
+    bit for bit, but is not batch invariant. A rank gets its experts' share of the gradients of
+    tokens and routing weights. There is no second derivative.
 
     Args:
         x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
@@ -117,10 +117,12 @@ class _Experts(torch.autograd.Function):
         rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
         # Pairs by expert, other ranks' last. Pair t * top_k + k is slot k of token t.
         expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
-        every = torch.arange(len(w13), device=x.device)
-        ends = torch.searchsorted(expert, every, right=True, out_int32=True)
+        experts_here = torch.arange(len(w13), device=x.device)
+        token = pair // top_k
+        # (local,) i32: the end of each expert's pairs
+        ends = torch.searchsorted(expert, experts_here, right=True, out_int32=True)
         leaves = (
-            rounded[pair // top_k],
+            rounded[token],
             weights.flatten()[pair],
             dequantised(w13, w13_scale).to(BF16),
             dequantised(w2, w2_scale).to(BF16),
@@ -134,12 +136,13 @@ class _Experts(torch.autograd.Function):
             middle = activated(gate, up, swiglu).to(BF16)
             y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
             wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(y, wanted_leaves, d_out[pair // top_k].float()))
+            found = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
         gradients = [next(found) if is_wanted else None for is_wanted in wanted]
-        # Rows of no expert, and experts without rows, are not written (pytorch/pytorch 154557,
-        # 172439).
-        ours, used = expert < len(w13), ends.diff(prepend=ends.new_zeros(1)) > 0
-        for gradient, is_written in zip(gradients, (ours, ours, used, used), strict=True):
+        # The grouped GEMM does not write rows of no expert and, on Blackwell, gradients of experts
+        # without rows (pytorch/pytorch 154557 and 172439).
+        is_local, has_rows = expert < len(w13), ends.diff(prepend=ends.new_zeros(1)) > 0
+        written = is_local, is_local, has_rows, has_rows
+        for gradient, is_written in zip(gradients, written, strict=True):
             if gradient is not None:
                 gradient[~is_written] = 0
         d_pairs, d_pair_weights, *d_fp8 = gradients

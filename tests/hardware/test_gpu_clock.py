@@ -8,7 +8,7 @@ import pytest
 import torch
 from markers import backends
 
-from scripts.measuring.clock import Several, Timed, device_times
+from scripts.measuring.clock import Timed, device_times, one_after_another
 from scripts.serving import worker
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
@@ -27,7 +27,7 @@ CYCLES = 2_000_000
 
 def by_device_time(run, out: torch.Tensor, launches: int = 1) -> tuple[float, str]:
     """(ms of a launch, method), of so many in a call."""
-    found = device_times({"": Several([Timed(run, [out])] * launches)}, REPEATS)[""]
+    found = device_times({"": one_after_another([Timed(run, [out])] * launches)}, REPEATS)[""]
     assert "error" not in found, found
     return found["ms"] / launches, found["method"]
 

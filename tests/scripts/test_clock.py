@@ -45,7 +45,7 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
     clock.device_times({"again": timed(a)}, repeats=1)
     c, each = Kernel(cuda, "c"), Timed(lambda out: None, [torch.zeros(1)])
     cuda.log.clear()
-    several = clock.Several([each, timed(c), timed(c), Timed(c, [c.out], rows=[1])])
+    several = clock.one_after_another([each, timed(c), timed(c), Timed(c, [c.out], rows=[1])])
     assert several.rows == [1]
     clock.device_times({"several": several}, repeats=1)
     assert cuda.log[-7:] == ["flush", "event", *["c"] * 3, "event", "wait"]

@@ -133,7 +133,7 @@ def test_torchao_gets_the_layouts_that_it_asks_for(monkeypatch) -> None:
     (variant,) = gemm.torchao_variants()
     x = operands((128,) * 4)
     assert Checker(x).calc_diff(variant) < 1e-6
-    several = clock.Several([variant.prepare(x)] * 2)
+    several = clock.one_after_another([variant.prepare(x)] * 2)
     several.poison()
     several()
     assert several.result().isfinite().all(), "the output is the one that the last call returned"
