@@ -341,10 +341,16 @@ def served(recorded: Recorded, engine: str) -> list[Part]:
     return [text, note, gains, *timed, tables.served_checks(rows)]
 
 
+TRAINED_PARTS = ("loss", "likeliest", "tokens before", "largest difference", "calc_diff")
+"""Beginnings of the names of a trained model's figures, in the order of the table's columns."""
+
+
 def trained(recorded: Recorded, name: str) -> list[Part]:
-    """Return the checks of models with trained weights in an engine."""
-    checks = tables.served_checks(recorded.rows.rows_of(name))
-    return [served_text(recorded, name, "trained"), checks]
+    """Return the loss and the tokens of models with trained weights in an engine."""
+    rows = recorded.rows.rows_of(name)
+    shown = [row for part in TRAINED_PARTS for row in rows if row["part"].startswith(part)]
+    checks = tables.served_checks(shown)
+    return [served_text(recorded, name, "trained"), replace(checks, title="")]
 
 
 def served_gains(recorded: Recorded) -> list[Part]:
