@@ -200,13 +200,13 @@ def measure_kernels(args: argparse.Namespace) -> Shown:
 def measure_sweep(args: argparse.Namespace) -> Shown:
     """Times of whole calls over the number of tokens, against the roofline.
 
-    By default of fused, fused_hifi, flat and three peers. A wrong output has no time. With --as
+    By default of fused, fused_hifi, flat and four peers. A wrong output has no time. With --as
     engines tokens are bfloat16, and experts are chosen and tokens quantised within the call:
-    `moe_fp8.experts` in all its forms, the functions of vLLM and SGLang if these are installed, and
-    the peers. With --as channels weights have a scale for each channel: `moe_fp8.experts` on them,
-    on the same weights in blocks, and the engines' functions. dsv3_tp8_shared, which is in no data
-    set, is DeepSeek-V3 TP8 with the shared expert fused, and has `moe_fp8.experts` besides its
-    solutions.
+    `moe_fp8.experts` in all its forms, the functions of vLLM, SGLang and FlashInfer if these are
+    installed, and three peers. With --as channels weights have a scale for each channel:
+    `moe_fp8.experts` on them, on the same weights in blocks, and the engines' functions.
+    dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared expert fused, and
+    has `moe_fp8.experts` besides its solutions.
     """
     from scripts.measuring import cases, clock, subjects
     from scripts.publishing import tables
@@ -225,6 +225,7 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     into = writer(args, name, REPLAYED, rates=rates)
     yield into
     lengths = args.tokens or (subjects.TOKENS if len(layers) == 1 else MODEL_TOKENS)
+    skipped: dict[str, str] = {}
     for layer in layers:
         chosen = subjects.choose(layer, wanted, args.local, args.run_foreign)
         of_solutions = functools.partial(subjects.of_solutions, layer, chosen)
@@ -234,9 +235,10 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
         text = f"{layer.short} T={{}}".strip().format
         for length in steps(lengths, text, lambda t: 4000 + t):
             subjects.measure(into, layer, problems, calls, length, rates, args.repeats)
-        for subject, why in chosen.skipped.items():
-            into.add({}, subject, not_tried=why)
+        skipped |= chosen.skipped
         del problems, calls  # frees the layer's weights
+    for subject, why in skipped.items():
+        into.add({}, subject, not_tried=why)
     shown = tables.sweep_table(into.result, name)
     for table in (shown, tables.failed_table(tables.called(into.result, name))):
         yield table.title, table

@@ -42,7 +42,9 @@ from scripts.publishing.rows import Writer
 
 TOKENS = tuple(2**i for i in range(15))
 PEERS = ("triton_moe", "deepgemm_moe", "hpc_ops_moe")
-SOLUTIONS = (*(PREFIX + name for name in ("fused", "fused_hifi", "flat")), *PEERS)
+FLASHINFER = "flashinfer_cutlass_moe"
+"""Not one of `PEERS`: it takes bfloat16 tokens, so an engine calls `flashinfer_experts`."""
+SOLUTIONS = (*(PREFIX + name for name in ("fused", "fused_hifi", "flat")), *PEERS, FLASHINFER)
 
 
 # --- a layer's solutions --------------------------------------------------------------------------
@@ -189,6 +191,12 @@ def route(
 # --- the engines ----------------------------------------------------------------------------------
 
 
+def with_halves_swapped(w13: torch.Tensor) -> torch.Tensor:
+    """Return w13 or its scales with rows of gate and of up in each other's place."""
+    first, second = w13.view(torch.uint8).chunk(2, 1)  # torch.cat takes no FP8
+    return torch.cat([second, first], 1).view(w13.dtype)
+
+
 def is_per_channel(weights: Weights) -> bool:
     w13, w13_scale, *_ = weights
     return w13_scale.shape[1] == w13.shape[1]
@@ -288,8 +296,40 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
     return run
 
 
-ENGINES = {"vllm fused_experts": vllm_experts, "sglang fused_experts": sglang_experts}
-CHANNEL_ENGINES = ENGINES | {"vllm cutlass experts": vllm_cutlass_experts}
+def flashinfer_experts(weights: Weights, places: torch.Tensor) -> Experts:
+    """FlashInfer's CUTLASS kernel. It takes up above gate: the weights are swapped once, as a
+    server would. The local experts are those of one rank."""
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    w13, w13_scale, w2, w2_scale = weights
+    up_first, up_first_scale = map(with_halves_swapped, (w13, w13_scale))
+    options: dict[str, Any] = dict(
+        quant_scales=[up_first_scale, w2_scale],
+        ep_size=len(places) // len(w13),
+        ep_rank=int((places == 0).nonzero()) // len(w13),
+        use_deepseek_fp8_block_scale=True,
+    )
+
+    def run(ids: torch.Tensor, topk_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(x)
+        cutlass_fused_moe(
+            x, ids, topk_weights, up_first, w2, torch.bfloat16, output=output, **options
+        )
+        return output
+
+    return run
+
+
+ENGINES = {
+    "vllm fused_experts": vllm_experts,
+    "sglang fused_experts": sglang_experts,
+    "flashinfer cutlass_fused_moe": flashinfer_experts,
+}
+CHANNEL_ENGINES = {
+    "vllm fused_experts": vllm_experts,
+    "vllm cutlass experts": vllm_cutlass_experts,
+    "sglang fused_experts": sglang_experts,
+}
 
 
 # --- peers with prepared weights ------------------------------------------------------------------
@@ -350,9 +390,7 @@ class Engines:
         offset, factor = int(drawn.local_expert_offset), float(drawn.routed_scaling_factor)
         shape = self.shape
         if not self.gate_first:
-            first = [torch.cat(w.view(torch.uint8).chunk(2, 1)[::-1], 1) for w in weights[:2]]
-            swapped = [b.view(w.dtype) for b, w in zip(first, weights[:2], strict=True)]
-            self.gate_first = (*swapped, *weights[2:])
+            self.gate_first = (*map(with_halves_swapped, weights[:2]), *weights[2:])
             peers = [name for name in self.peers if name in PREPARED]
             self.prepared = {name: PREPARED[name](inputs) for name in peers}
         subjects: Subjects = {}
@@ -431,9 +469,8 @@ class Channels(Engines):
             gemm2_weights_scale=blocks[1],
         )
         if not self.gate_first:
-            first = torch.cat(w13.view(torch.uint8).chunk(2, 1)[::-1], 1).view(w13.dtype)
-            scale = torch.cat(channels[0].chunk(2, 1)[::-1], 1)
-            self.gate_first = (first, scale, w2, channels[1])
+            first, first_scale = map(with_halves_swapped, (w13, channels[0]))
+            self.gate_first = (first, first_scale, w2, channels[1])
         x, logits, bias = drawn.hidden_states.to(torch.bfloat16), inputs[0], inputs[1]
         assert bias is not None  # the definition has one
         offset, factor = int(drawn.local_expert_offset), float(drawn.routed_scaling_factor)

@@ -318,7 +318,8 @@ GLM5 = [find("glm5").packed_name(name) for name in (OURS, PEER)]
 TP8 = [DSV3_TP8.packed_name(name) for name in (OURS, PEER)]
 ROWS = [  # options, measurement, solutions that have rows, wanted ones, and what was not tried
     ("", "sweep", [OURS, PEER], [*subjects.SOLUTIONS], {"hpc_ops_moe": "not installed"}),
-    (f"--definition glm5 {SHARED.short}", "models", [*GLM5, *TP8], None, {}),
+    (f"--definition glm5 {SHARED.short}", "models", [*GLM5, *TP8], None,
+     {subjects.FLASHINFER: "is not packed for the layer"}),
     ("--as engines", "sweep_engines", [OURS, PEER], [OURS, *subjects.PEERS],
      {"vllm fused_experts": "no", "hpc_ops_moe": "not installed"}),
     ("--as channels", "sweep_channels", [OURS], [OURS],
