@@ -31,11 +31,11 @@ class Load(NamedTuple):
 
 def command(setup: Setup, port: int) -> list[str]:
     """Return the command that starts the server."""
-    if setup.engine == "vllm":
-        start, model = ["vllm.entrypoints.openai.api_server", "--tokens-only"], "model"
+    model, options = str(setup.model.directory), {"port": port, **engine_options(setup)}
+    if setup.engine == "vllm":  # as the command `vllm serve`
+        start = ["vllm.entrypoints.cli.main", "serve", model, "--tokens-only"]
     else:
-        start, model = ["sglang.launch_server"], "model_path"
-    options = {model: str(setup.model.directory), "port": port, **engine_options(setup)}
+        start = ["sglang.launch_server", "--model-path", model]
     return [sys.executable, "-m", *start, *flags(options, negated=setup.engine == "vllm")]
 
 

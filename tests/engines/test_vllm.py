@@ -25,10 +25,13 @@ from mxfp4_values import decoded, drawn
 from reference import Weights, kernels_of, layer, peer_of_a_sweep, wide
 
 from scripts.measuring.accuracy import calc_diff
+from scripts.serving import clients
+from scripts.serving.engines import Setup, find_model
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.serving import vllm_experts  # noqa: E402
 from vllm import logger as vllm_logger  # noqa: E402
+from vllm import platforms  # noqa: E402
 from vllm.config import (  # noqa: E402
     DeviceConfig,
     ModelConfig,
@@ -60,6 +63,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
+from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 E, H, WIDTH, K, GROUPS, KEPT, FACTOR = 64, 512, 256, 8, 8, 4, 2.5
@@ -881,3 +886,17 @@ def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypa
     model = bake.Model("", E, K, H, WIDTH)
     call = bake.call(model, "vllm", E, WIDTH, 0, True, False, of)
     assert asked == [{*bake.kernels([call], *GPUS["h100"])}]
+
+
+def test_vllm_serve_takes_the_options_of_the_offline_engine(monkeypatch) -> None:
+    cli = pytest.importorskip("vllm.entrypoints.cli.serve", exc_type=ImportError)
+    monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
+    model = find_model("qwen3-30b-a3b", 24, True)
+    command = clients.command(Setup("vllm", "deep_gemm", model, batches=(1, 64)), 8000)
+    parser = FlexibleArgumentParser()
+    cli.ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    options = parser.parse_args(command[3:])
+    assert (options.subparser, options.model_tag) == ("serve", str(model.directory))
+    assert options.tokens_only and options.port == 8000 and options.max_num_seqs == 64
+    assert options.hf_overrides == model.overrides and not options.enable_prefix_caching
+    assert options.kernel_config.moe_backend == "deep_gemm"

@@ -236,8 +236,8 @@ def test_an_http_server_is_timed_with_clients_at_once(stand_in, tmp_path, monkey
 def test_a_server_has_the_options_of_the_offline_engine():
     model = find_model("qwen3-30b-a3b", 2, True)
     command = clients.command(Setup("vllm", "deep_gemm", model, batches=(1, 4)), 80)
-    assert command[2] == "vllm.entrypoints.openai.api_server" and "--tokens-only" in command
     text = " ".join(command)
+    assert f"serve {model.directory} --tokens-only --port 80" in text
     assert '--kernel-config {"moe_backend": "deep_gemm"}' in text
     assert "--no-enable-prefix-caching --disable-log-stats --tensor-parallel-size 1" in text
     text = " ".join(clients.command(Setup("sglang", "ours", model, batches=(1, 4)), 80))

@@ -1,4 +1,4 @@
-"""The part of vLLM's HTTP server that `run.py serve --http` uses. A token follows each 10 ms."""
+"""The part of `vllm serve` that `run.py serve --http` uses. A token follows each 10 ms."""
 
 import argparse
 import json
@@ -32,11 +32,14 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model")
     parser.add_argument("--port", type=int)
     parser.add_argument("--tokens-only", action="store_true")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     parser.add_argument("--hf-overrides", type=json.loads)
-    given, rest = parser.parse_known_args()
-    assert given.tokens_only and given.enable_prefix_caching is False and "--model" in rest
-    assert given.hf_overrides == {"num_hidden_layers": 2}
-    ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()
+    options, _ = parser.parse_known_args()
+    assert options.tokens_only and options.enable_prefix_caching is False
+    assert options.model.endswith("qwen3-30b-a3b")
+    assert options.hf_overrides == {"num_hidden_layers": 2}
+    ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
