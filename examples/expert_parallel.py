@@ -97,7 +97,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     else:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        backends = "cpu:gloo,cuda:nccl"  # on the CPU the ranks agree without a wait for the GPU
+        backends = "cpu:gloo,cuda:nccl"  # gloo: ranks compare arguments without a GPU sync
         dist.init_process_group(backends, **group, device_id=device)
     local = experts // ranks
     mine = experts_of(rank * local, local, h, i, device)
@@ -123,7 +123,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
                 whole = torch.cat([x.view(torch.uint8) for x in xs]).view(x.dtype)
                 inputs = torch.cat(all_logits), bias, whole, torch.cat(scales, dim=1)
                 wanted = fused_moe(*inputs, *experts_of(0, experts, h, i, device), **options)
-                diff = float(calc_diff(torch.cat(gathered), wanted))
+                diff = calc_diff(torch.cat(gathered), wanted)
                 wrong |= not diff < MOST_DIFFERENT
                 line += f", calc_diff to one rank {diff:.1e}"
         if not args.cpu:
@@ -153,9 +153,9 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--check", action="store_true", help="compare with all on one rank")
-    arguments.add_argument("--ranks", type=int, metavar="N", help="as many as there are GPUs; 2")
+    arguments.add_argument("--ranks", type=int, metavar="N", help="default: the GPUs; 2 on the CPU")
     arguments.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 1024], metavar="T")
-    arguments.add_argument("--accurate", action="store_true", help="two FP8 terms, as in hifi")
+    arguments.add_argument("--accurate", action="store_true", help="two FP8 terms between GEMMs")
     arguments.add_argument("--deep-ep", action="store_true", help="exchange tokens by DeepEP")
     arguments.add_argument("--cpu", action="store_true", help="gloo, the reference model, reduced")
     args = arguments.parse_args()

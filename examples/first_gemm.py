@@ -4,8 +4,9 @@
 
 for the rows r of every expert e. A has tokens as rows, B an expert's weights, both in FP8. A K
 block kb is 128 columns. A token has one scale (SFA) for each K block; a 128x128 block of weights
-has one (SFB). It is the GEMM of generation v1: the machine code is that of the package's kernel
-with its default config (a test compares them), without the code that other configs need.
+has one (SFB). It is the GEMM of generation v1, without the code that other configs need. A test
+shows that its PTX is that of the package's kernel with its default config, but for the CTA's rank
+in a cluster, which the package's kernel computes even in a cluster of one.
 
 A CTA computes one 128x128 tile of D after another, with three warpgroups:
 
@@ -79,14 +80,14 @@ def first_gemm(
 ):
     """Make the TMA descriptors and launch the kernel."""
     a_smem, b_smem, sfa_smem, _ = smem_layouts()
-    d_smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, (WGMMA_M, STORE_N), 1)
+    box_smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, (WGMMA_M, STORE_N), 1)
     sfa = cute.make_tensor(sfa.iterator, cute.select(sfa.layout, mode=[1, 0]))  # (rows, k / 128)
     b = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))  # (n, k, experts)
-    load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    tma_a = tma_tensor(load, a, a_smem, (BLOCK, BLOCK))
-    tma_sfa = tma_tensor(load, sfa, sfa_smem, (SFA_ROWS, 1))
-    tma_b = tma_tensor(load, b, b_smem, (BLOCK, BLOCK))
-    tma_d = tma_tensor(store, d, d_smem, (WGMMA_M, STORE_N))
+    load_op, store_op = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    tma_a = tma_tensor(load_op, a, a_smem, (BLOCK, BLOCK))
+    tma_sfa = tma_tensor(load_op, sfa, sfa_smem, (SFA_ROWS, 1))
+    tma_b = tma_tensor(load_op, b, b_smem, (BLOCK, BLOCK))
+    tma_d = tma_tensor(store_op, d, box_smem, (WGMMA_M, STORE_N))
     kernel(tma_a, tma_sfa, tma_b, sfb, tma_d, d, expert_rows).launch(
         grid=[num_ctas, 1, 1],
         block=[3 * WARPGROUP, 1, 1],
@@ -164,13 +165,14 @@ def load_a(ab_pipeline, tile_sched, tma_a, sA, tma_sfa, sSFA, k_blocks):
         _, _, row, _ = locate(tile_sched, linear)
         gA = cute.domain_offset((row, 0), tma_a.coordinates)
         gA = cute.local_tile(gA, (BLOCK, BLOCK), (0, None))  # (128, 128, k_blocks)
-        # The scales begin at the multiple of 4 rows before this row.
+        # The scales begin at the multiple of 4 rows at or before this row.
         gSFA = cute.domain_offset((row // 4 * 4, 0), tma_sfa.coordinates)
         gSFA = cute.local_tile(gSFA, (SFA_ROWS, 1), (0, None))  # (132, 1, k_blocks)
         tAsA, tAgA = partition(tma_a, sA, gA)  # ((tma), stages), ((tma), k_blocks)
         tAsSFA, tAgSFA = partition(tma_sfa, sSFA, gSFA)  # ((tma), stages), ((tma), k_blocks)
         for kb in cutlass.range(k_blocks, unroll=1):
             stage = state.index
+            # Not `producer_acquire`: it expects a whole stage's bytes, which two warps bring.
             ab_pipeline.sync_object_empty.wait(stage, state.phase)
             full = ab_pipeline.producer_get_barrier(state)
             with cute.arch.elect_one():
@@ -200,7 +202,7 @@ def load_b(ab_pipeline, tile_sched, tma_b, sB, k_blocks):
             cute.copy(tma_b.atom, tBgB[None, kb], tBsB[None, stage], tma_bar_ptr=full)
             state.advance()
         linear += num_ctas
-    ab_pipeline.producer_tail(state)
+    ab_pipeline.producer_tail(state)  # wait until all stages are free; only clusters need it
 
 
 def partition(tma: TmaTensor, smem, gmem):
@@ -230,6 +232,7 @@ def multiply(ab_pipeline, tile_sched, consumer, operands, output, k_blocks):
     state = pipeline.make_pipeline_state(PipelineUserType.Consumer, STAGES)
     sSFB_warp = sSFB[None, thread // WARP]  # (k_blocks): each warp has its own copy
     linear, num_ctas, total = first_tile(tile_sched)
+    # A CTA without a tile looks the last one up: `locate` takes tiles that exist.
     tile = locate(tile_sched, cutlass.min(linear, total - 1))
     rSFB = cute.make_rmem_tensor(-(-k_blocks // WARP), Float32)  # a lane's share of SFB
     if linear < total:
@@ -273,20 +276,20 @@ def mainloop(ab_pipeline, state, tiled_mma, tCrA, tCrB, tSFA, sSFB_warp, acc, th
     for kb in cutlass.range(k_blocks, unroll=1):
         stage = state.index
         ab_pipeline.consumer_wait(state, arrived)
-        # Read the scales of this thread's two rows. Must come before the WGMMA, or their latency
-        # does not hide behind it.
+        # Read the scales of this thread's two rows. Must come before the WGMMA, or nothing hides
+        # the latency of these loads.
         scale_b = sSFB_warp[kb]
         for i in cutlass.range_constexpr(2):
             token = thread // WARP * 16 + thread % WARP // 4 + 8 * i
             scales[i] = tSFA[token, 0, stage] * scale_b
         # Multiply 32 columns at a time. The first of the four WGMMA overwrites `accum`.
         mma = cute.make_mma_atom(tiled_mma.op)
-        warpgroup.fence()
+        warpgroup.fence()  # or WGMMA overwrites registers that the last promotion still reads
         for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
             mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(mma, accum, tCrA[None, None, k, stage], tCrB[None, None, k, stage], accum)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(0)  # or TMA overwrites the stage while WGMMA reads it
         ab_pipeline.consumer_release(state)
         state.advance()
         # Ask for the next stage now. The answer comes while this one is promoted.
@@ -306,7 +309,7 @@ def store(output, tiled_mma, acc, tile, consumer, thread):
     _, n_tile, row, rows = tile
     local, n = thread % WARPGROUP, cute.size(mD, mode=[1])
     barrier = NamedBarrier(barrier_id=1 + consumer, num_threads=WARPGROUP)
-    if local == 0:
+    if local == 0:  # the thread that issues TMA's stores
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
     acc_copy = cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
@@ -320,7 +323,7 @@ def store(output, tiled_mma, acc, tile, consumer, thread):
     cute.copy(to_smem, rD, to_smem.partition_D(sD))
     # Must come before TMA's store, or TMA may read old data: it does not see a thread's writes.
     cute.arch.fence_proxy("async.shared", space="cta")
-    barrier.arrive_and_wait()
+    barrier.arrive_and_wait()  # the stores below read what other threads have staged
     rows -= consumer * WGMMA_M
     row += consumer * WGMMA_M
     if rows >= WGMMA_M:
@@ -398,15 +401,15 @@ def locate(tile_sched, linear):
     # Row tiles run fastest, so that CTAs that work at the same time share weights in L2.
     local = linear - begin
     n_tile = divide(local, m_tiles)
-    # Each column starts one row tile later: an expert's last row tile is cheap, and every CTA
+    # Each column starts one row tile later: an expert's first row tile may be cheap, and every CTA
     # should get its share of cheap ones.
     rotated = local - n_tile * (m_tiles - 1)
     m_tile = rotated - divide(rotated, m_tiles) * m_tiles
-    # Divide the rows evenly, in steps of 64, so that no warpgroup is left without rows.
+    # Divide the rows evenly among the row tiles, in steps of a warpgroup's 64 rows.
     steps = divide(count + (WGMMA_M - 1), WGMMA_M)
-    first = divide(m_tile * steps, m_tiles) * WGMMA_M
-    last = cutlass.min(divide((m_tile + 1) * steps, m_tiles) * WGMMA_M, count)
-    return expert, uniform(n_tile), uniform(row + first), uniform(last - first)
+    first_row = divide(m_tile * steps, m_tiles) * WGMMA_M
+    end_row = cutlass.min(divide((m_tile + 1) * steps, m_tiles) * WGMMA_M, count)
+    return expert, uniform(n_tile), uniform(row + first_row), uniform(end_row - first_row)
 
 
 def divide(value, by):
@@ -417,15 +420,15 @@ def divide(value, by):
 # --- compile
 def compile_first_gemm(n: int, k: int, experts: int, options: str = ""):
     """Return the compiled host function, for any number of rows and up to 32 experts."""
-    rows, sfa_stride, ends = cute.sym_int64(), cute.sym_int64(divisibility=4), cute.sym_int64()
+    rows, sfa_stride, to_ends = cute.sym_int64(), cute.sym_int64(divisibility=4), cute.sym_int64()
     n_blocks, k_blocks = n // BLOCK, k // BLOCK
-    tensors = (
+    tensors = (  # type, shape, strides, alignment
         (Float8E4M3FN, (rows, k), (k, 1), 16),
         (Float32, (k_blocks, rows), (sfa_stride, 1), 16),
         (Float8E4M3FN, (experts, n, k), (n * k, k, 1), 16),
         (Float32, (experts, n_blocks, k_blocks), (n_blocks * k_blocks, k_blocks, 1), 4),
         (BFloat16, (rows, n), (n, 1), 16),
-        (Int32, (2, experts), (ends, 1), 4),
+        (Int32, (2, experts), (to_ends, 1), 4),
     )
     fakes = [make_fake_tensor(*tensor, assumed_align=align) for *tensor, align in tensors]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

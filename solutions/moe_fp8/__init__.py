@@ -30,7 +30,7 @@ PUBLIC = {
 """The module of each public name. The first use of a name imports its module: a packed solution has
 only some of these modules."""
 prepare: Callable[..., int]
-"""For type checkers, which would take the program of this name (`prepare.py`) for it."""
+"""For type checkers, which would take this name for the module `prepare.py`, the program."""
 
 
 def _version() -> str:
@@ -43,7 +43,7 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__" and __name__ == "moe_fp8":  # a copy's version is not known
+    if name == "__version__" and __name__ == "moe_fp8":  # a renamed copy has no version
         return _version()
     if name in PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)

@@ -4,8 +4,9 @@ The functions are also custom operators, `torch.ops.moe_fp8.fused_moe`, `.expert
 `.batched_experts`, so that torch.compile keeps the calls in its graph. A copy of the package under
 another name has operators of that name.
 
-A call goes one way: `fused_moe` packs its arguments into `MoeInputs`, `Routing` and `Options`;
-`run_fused_moe` finds the layer for their sizes and types and calls it (`layer.FusedLayer`).
+`fused_moe` packs its arguments into `MoeInputs`, `Routing` and `Options`; `run_fused_moe` finds the
+layer for their sizes and types and calls it (`layer.FusedLayer`). A call like an earlier one takes
+a shortcut: `_called_again`.
 """
 
 import functools
@@ -34,7 +35,7 @@ from .layer import BatchedLayer, FusedLayer
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 E8M0 = torch.float8_e8m0fnu
 I32, I64 = torch.int32, torch.int64
-# Names of this module: the host waits for memory in every look-up.
+# Aliases: each look-up in another module may cost the host a cache miss.
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 included_keys = torch._C._dispatch_tls_local_include_set
 any_requires_grad = torch._C._any_requires_grad
@@ -94,64 +95,69 @@ def fused_moe(
     """Compute the mixture-of-experts layer of one expert-parallel rank: its experts' share of every
     token.
 
-    DeepSeek-V3's routing: the scores are sigmoids of the logits; experts are chosen by score plus
-    bias, `top_k` of those in the `topk_group` groups (of `n_group`) whose two best are largest in
-    sum; their weights are the scores over their sum, times `routed_scaling_factor`. An expert is
-    `down(silu(gate(x)) * up(x))`. The output is the weighted sum over those of a token's experts
-    that live here, so the sum over all ranks is the whole layer's; a token without one gets zeros.
+    DeepSeek-V3's routing: scores are the sigmoids of the logits. The `topk_group` groups (of
+    `n_group`) with the largest sum of their two best experts, by score plus bias, are chosen first,
+    then the best `top_k` experts of these groups. Weights are the chosen scores divided by their
+    sum, times `routed_scaling_factor`. An expert is `down(silu(gate(x)) * up(x))`. The output is
+    the weighted sum over a token's local experts, 0 without any; the sum over all ranks is the
+    whole layer's output.
 
-    T tokens, E experts of which L live here, width H, expert width I; H and I are multiples of 128.
-    `MoeShape` names the largest sizes. `quantise` makes the FP8 operands.
+    T tokens, E experts, L of them local, width H, expert width I; H and I are multiples of 128.
+    `MoeShape` lists the largest sizes. `quantise_rows` makes FP8 tokens, `quantise_blocks` and
+    `quantise_channels` make FP8 weights.
 
-    Runs on the current stream of the tensors' device, and does not wait for it: after one call with
-    as many tokens a call can be captured in a CUDA graph, which then serves any routing. On CPU
-    tensors the reference model runs, in plain torch. No gradient flows through it.
+    Runs on the current stream of the tensors' device and does not wait for it. A CUDA graph can
+    capture a call after an ordinary call with as many tokens, or after `prepare`; it then serves
+    any routing. On CPU tensors the reference model runs, in plain torch. No gradient flows through
+    the layer.
 
-    A NaN or an infinity makes those elements of the output other than finite that it does in the
-    definition's float32 reference, and no others. Whether they are NaN or infinite may differ: the
-    intermediate is FP8, and an infinite scale times what was rounded to 0 is NaN. A NaN among the
-    logits or the bias is larger than every number.
+    A NaN or an infinity makes the same elements of the output non-finite as in the definition's
+    float32 reference. Which are NaN and which infinite may differ: the intermediate is FP8, and an
+    infinite scale times a value that was rounded to 0 is NaN. A NaN logit or bias is larger than
+    every number.
 
-    Where memory runs out, torch.OutOfMemoryError is raised, and the next call can succeed. Beside
-    the output a call needs 132 KB a token at DeepSeek-V3's geometry, 263 KB if `accurate`, and for
-    more than 16384 tokens no more than for these.
+    If memory runs out, torch.OutOfMemoryError is raised, and the next call can succeed. In addition
+    to the output a call needs 132 KB a token at DeepSeek-V3's geometry, 263 KB if `accurate`. Above
+    16384 tokens it needs no more than for 16384.
 
     Args:
         routing_logits: `[T, E]` float32 or bfloat16.
-        routing_bias: `[E]` bfloat16 or float32, for the choice alone, which is made in float32;
-            None is a bias of 0.
+        routing_bias: `[E]` bfloat16 or float32, added to the scores in float32, for the choice of
+            experts alone; None is a bias of 0.
         hidden_states: `[T, H]` float8_e4m3fn, or bfloat16, which the layer quantises as
             `quantise_rows` does, to the bit.
-        hidden_states_scale: `[H/128, T]` float32, what the 128 values of a block are multiplied by;
-            None with bfloat16. Scales that lie token by token are passed as they are, `[T, H/128]`
-            transposed by `.t()`: no copy is made. Without it they are refused, but where T = H/128,
-            whose shape does not tell.
+        hidden_states_scale: `[H/128, T]` float32, the factor of each block of 128 values; None with
+            bfloat16. Pass scales that lie token by token, `[T, H/128]`, as `.t()`: nothing is
+            copied. Without `.t()` they are refused, except if T = H/128: then the shape is right
+            and the result wrong.
         gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
-        gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of
-            128 x 128; or `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row, an output channel.
+        gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, one per block of
+            128 x 128; or `[L, 2 I]` or `[L, 2 I, 1]` float32, one per row (output channel).
         gemm2_weights: `[L, H, I]` float8_e4m3fn.
-        gemm2_weights_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
-        local_expert_offset: the first of the L experts that live here.
-        routed_scaling_factor: of all weights.
-        n_group, topk_group, top_k: of the routing.
+        gemm2_weights_scale: `[L, H/128, I/128]` of the same type; per row `[L, H]` or `[L, H, 1]`.
+        local_expert_offset: the first local expert.
+        routed_scaling_factor: a factor of all routing weights.
+        n_group, topk_group, top_k: groups of experts, chosen groups and chosen experts of a token.
         gate_first: rows of gate lie above those of up in `gemm1_weights` and their scales, as
             checkpoints have them. Costs nothing, changes no bit.
         accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
-            1e-6 instead of 3e-4; see `v6_fused_hifi` for what it costs.
-        swiglu_limit, swiglu_alpha, swiglu_beta: with gate at most the limit and up within the limit
-            of 0, an expert's activation is `gate * sigmoid(alpha * gate) * (up + beta)`; a NaN
-            stays one. None is no limit. Compiled into the kernels: every triple has its own.
-        ue8m0: the scales that the layer makes, of tokens in bfloat16 and of the intermediate, are
-            rounded up to powers of two, as models were trained whose `scale_fmt` is "ue8m0".
-        out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+            1e-6 instead of 3e-4; see `v6_fused_hifi` for the cost.
+        swiglu_limit, swiglu_alpha, swiglu_beta: an expert's activation is
+            `gate * sigmoid(alpha * gate) * (up + beta)`, with gate clamped to at most the limit and
+            up to -limit ... limit; a NaN stays a NaN. None is no limit. Each triple has its own
+            compiled kernels.
+        ue8m0: round the layer's own scales, those of bfloat16 tokens and of the intermediate, up to
+            powers of two. Models with the `scale_fmt` "ue8m0" were trained like that.
+        out: `[T, H]` bfloat16, written and returned; None: a new tensor. It must not share memory
+            with an input.
 
     Returns:
         `[T, H]` bfloat16.
 
     Raises:
-        ValueError: an argument's shape, type, device or layout is wrong; the message names it.
-            Nothing was launched. Or the GPU is not supported.
-        RuntimeError: a stream is being captured and no call with as many tokens came before.
+        ValueError: an argument's shape, type, device or layout is wrong (the message names it), or
+            the GPU is not supported. Nothing was launched.
+        RuntimeError: a stream is being captured, and a kernel of the call is not compiled yet.
     """
     inputs = MoeInputs(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
@@ -200,45 +206,44 @@ def experts(
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the layer after its routing: the experts here of tokens whose experts are chosen.
+    """Compute the local experts of tokens whose experts the caller has chosen.
 
-    The same kernels but for the one that chooses, with the same guarantees, and the same bits for
-    the same choices: the order of a token's experts does not matter, its sum is made in the order
-    of the local ones. An id that is not local adds nothing, whatever number it is. An expert may be
-    given to a token twice and a weight may be 0; a shared expert is one more id.
+    All kernels but the routing are those of `fused_moe`, with the same guarantees and, for the same
+    choices, the same bits. The order of a token's ids does not matter, unless it lists an expert
+    twice: outputs are summed in the order of the local experts. An id that is not local adds
+    nothing, whatever its number. A weight may be 0; a shared expert is one more id.
 
-    T tokens with K experts each, K up to 31, L experts here. What is said of streams, graphs, NaN
-    and memory in `fused_moe` holds here, too.
+    T tokens with K experts each, K up to 31, L local experts. Streams, graphs, NaN and memory are
+    as in `fused_moe`.
 
     Args:
-        topk_ids: `[T, K]` int32 or int64. Without a map expert `local_expert_offset + e` is the
-            e-th here; so with ids that are local, -1 elsewhere, the offset is 0.
-        topk_weights: `[T, K]` float32, what an expert's output is multiplied by.
+        topk_ids: `[T, K]` int32 or int64. Without a map id `local_expert_offset + e` is local
+            expert e. Ids that are local already, -1 for other ranks', need the offset 0.
+        topk_weights: `[T, K]` float32, the factors of the experts' outputs.
         x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
         w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
             `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
         w2: `[L, H, I]` float8_e4m3fn.
         w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
-        x_scale: `[H/128, T]` float32 of FP8 tokens, None of bfloat16. Scales `[T, H/128]` are
-            passed transposed by `.t()`: no copy is made. Without it they are refused, but where
-            T = H/128, whose shape does not tell.
-        gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
-        expert_map: `[E]` int32, the e-th expert's place among those here, or -1. Several may have
-            the same place.
-        local_expert_offset: the first id that is here; 0 with a map.
-        num_experts: E without a map, which only tells how many rows an expert may have, so that
-            the kernels' tiles suit; else L is taken for it. Changes no bit.
+        x_scale: `[H/128, T]` float32 of FP8 tokens, None with bfloat16. Pass scales `[T, H/128]` as
+            `.t()`, as in `fused_moe`.
+        gate_first: False if rows of up lie above those of gate in `w13` and `w13_scale`.
+        expert_map: `[E]` int32: the local expert of each id, or -1. Several ids may have the same
+            local expert.
+        local_expert_offset: the first local id; 0 with a map.
+        num_experts: E, the number of ids; by default the length of the map, or L without a map. It
+            changes no bit: the kernels' tiles depend on the rows to expect of an expert.
         accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
-        out: `[T, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+        out: `[T, H]` bfloat16, as in `fused_moe`.
 
     Returns:
         `[T, H]` bfloat16.
 
     Raises:
-        ValueError: an argument's shape, type, device or layout is wrong; the message names it
-            (K is `top_k`). Nothing was launched. Or the GPU is not supported.
-        RuntimeError: a stream is being captured and no call with as many tokens came before.
+        ValueError: an argument's shape, type, device or layout is wrong (the message names it; K is
+            `top_k`), or the GPU is not supported. Nothing was launched.
+        RuntimeError: a stream is being captured, and a kernel of the call is not compiled yet.
     """
     inputs = RoutedInputs(
         topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
@@ -282,44 +287,41 @@ def batched_experts(
     ue8m0: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the experts of tokens that were brought to them, each in a place of its expert's.
+    """Compute the experts of tokens that an exchange between ranks has sorted by expert.
 
-    As DeepEP's low-latency mode hands tokens over and takes their outputs back: `x[e, r]` for
-    `r < num_tokens[e]` is the r-th token of expert e, and `out[e, r]` is what the expert makes of
-    it, unweighted: the combine that follows applies the weights. Rows of `x` and `x_scale` beyond
-    may hold anything, and rows of `out` beyond are not written. A row's bits depend on nothing but
-    the token and its expert.
+    The layout is that of DeepEP's low-latency mode: for `r < num_tokens[e]`, `x[e, r]` is the r-th
+    token of expert e, and `out[e, r]` is the expert's output for it, unweighted: the combine that
+    follows applies the weights. Later rows of `x` and `x_scale` may have any values, and later rows
+    of `out` are not written. A row's bits depend only on the token and its expert.
 
-    L experts here with R rows each, width H, expert width I. The counts stay on the GPU: a call
-    that was captured in a CUDA graph serves any. What is said of streams, graphs and NaN in
-    `fused_moe` holds here, too. Beside the output a call needs `L R (I + I/32 + H/32)` bytes, with
-    tokens in bfloat16 `L R H` more, if `accurate` `L R I` more.
+    L local experts with R rows each, width H, expert width I. The counts stay on the GPU: a
+    captured call serves any counts. Streams, graphs and NaN are as in `fused_moe`. In addition to
+    the output a call needs `L R (I + I/32 + H/32)` bytes, `L R H` more with bfloat16 tokens,
+    `L R I` more if `accurate`.
 
     Args:
         x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
-        num_tokens: `[L]` int32. A negative count is taken for 0, one beyond R for R.
+        num_tokens: `[L]` int32. A negative count counts as 0, one above R as R.
         w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
         w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
             `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
         w2: `[L, H, I]` float8_e4m3fn.
         w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
-        x_scale: `[L, R, H/128]` float32 of FP8 tokens, in memory with a row's or with a block's
-            values side by side (DeepEP's strides are `(R H/128, 1, R)`); None of bfloat16.
-        expected_m: about how many tokens an expert has, so that the kernels' tiles suit; R without
-            it. Rounded up to a power of two, each of which may need a kernel of its own. Changes no
-            bit.
-        gate_first: False where rows of up lie above those of gate in `w13` and `w13_scale`.
+        x_scale: `[L, R, H/128]` float32 of FP8 tokens, contiguous along rows or along columns of
+            each matrix (DeepEP's strides are `(R H/128, 1, R)`); None with bfloat16.
+        expected_m: the tokens to expect of an expert, by default R. It changes no bit: the kernels'
+            tiles depend on it, rounded up to a power of two.
+        gate_first: False if rows of up lie above those of gate in `w13` and `w13_scale`.
         accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
-        out: `[L, R, H]` bfloat16, written and returned, in memory of its own; else a new tensor is.
+        out: `[L, R, H]` bfloat16, as in `fused_moe`.
 
     Returns:
         `[L, R, H]` bfloat16.
 
     Raises:
-        ValueError: an argument's shape, type, device or layout is wrong; the message names it.
-            Nothing was launched. Or the GPU is not supported.
-        RuntimeError: a stream is being captured, and no call with as large an `expected_m` and as
-            many rows came before.
+        ValueError: an argument's shape, type, device or layout is wrong (the message names it), or
+            the GPU is not supported. Nothing was launched.
+        RuntimeError: a stream is being captured, and a kernel of the call is not compiled yet.
     """
     inputs = BatchedInputs(num_tokens, expected_m, x, x_scale, w13, w13_scale, w2, w2_scale)
     output = _new_output(x) if out is None else out
@@ -345,25 +347,25 @@ def batched_experts(
 # --- running ------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024, typed=True)  # 8.0, which is refused, is not the 8 of before
+@functools.lru_cache(maxsize=1024, typed=True)  # 8.0 is refused: it must not find the layer of 8
 def _layers_seen(*key: Any) -> list[FusedLayer]:
-    """Return the layer that made the last call with these weights and options; empty at first.
+    """Return a list with the layer of the last call with this key, the weights' shape and the
+    options; empty before the first call.
 
-    Other sizes, types and layouts are no part of the key: the compiled function refuses those of
-    another layer, and the call goes the long way.
+    Other sizes, types and layouts are not in the key. If they need another layer, the compiled
+    function of this one refuses them, and the call goes the long way.
     """
     return []
 
 
 def _new_output(x: Any) -> Any:
-    """Return memory for the output for tokens `x`; None if `x` is no tensor, which is refused by
-    name."""
+    """Return a new output for tokens `x`. Return None if `x` is no tensor: later checks name it."""
     return torch.empty_like(x, dtype=torch.bfloat16) if isinstance(x, torch.Tensor) else None
 
 
 def _called_again(layer: FusedLayer, inputs: Inputs, x: Any, out: Any, is_new: bool) -> bool:
-    """Make a call like one that the layer has made; return False if something must look at it
-    first: a tracer, a check of derivatives, types or layouts."""
+    """Make a call like one that the layer has made. Return False if the call must go the long way,
+    for a tracer or for a check of derivatives, types or layouts."""
     if (
         type(x) is not torch.Tensor
         or forward_ad._current_level >= 0
@@ -416,11 +418,11 @@ def _run(layer: FusedLayer, inputs: Inputs, out: torch.Tensor) -> FusedLayer:
 
 def _is_traced(first: Any, x: Any) -> bool:
     """Return True if a compiler, a tracer or a mode must see the call as one operator. Two of the
-    arguments tell it. An operator costs 4 us of the host's time.
+    arguments are enough to tell. An operator costs 4 us of the host's time.
 
     Raises:
-        RuntimeError: a transform of torch.func is under way, which would find no derivative and no
-            batch in the layer.
+        RuntimeError: a transform of torch.func is under way. The layer has no derivative and no
+            batching rule.
     """
     if torch.compiler.is_compiling():
         return True
@@ -438,7 +440,7 @@ def _is_traced(first: Any, x: Any) -> bool:
 
 
 def refuse_gradients(inputs: Inputs, out: torch.Tensor | None) -> None:
-    """Raise a ValueError for a tensor that a derivative is wanted of: there would be none."""
+    """Raise a ValueError for a tensor that requires a derivative: the layer has none."""
     forward, backward = forward_ad._current_level >= 0, torch.is_grad_enabled()
     if not (forward or backward):
         return
@@ -477,8 +479,8 @@ def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLay
             False, w13_scale.dtype, _is_per_channel(w13_scale, rows), *options,
         )  # fmt: skip
     except NO_TENSOR:
-        _refuse_shape((0, "[T, E]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
-        _refuse_type(*MOE_TYPES, of=inputs)
+        _refuse_shape(inputs, (0, "[T, E]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
+        _refuse_type(inputs, *MOE_TYPES)
         raise
     return _layer_of(key, inputs, MOE_TYPES)
 
@@ -504,10 +506,10 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
             w13_scale.dtype, _is_per_channel(w13_scale, rows), *options,
         )  # fmt: skip
     except NO_TENSOR:
-        _refuse_shape((0, "[T, K]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
+        _refuse_shape(inputs, (0, "[T, K]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
         if expert_map is not None:
-            _refuse_shape((9, "[E]"), of=inputs)
-        _refuse_type(*EXPERTS_TYPES, of=inputs)
+            _refuse_shape(inputs, (9, "[E]"))
+        _refuse_type(inputs, *EXPERTS_TYPES)
         raise
     return _layer_of(key, inputs, EXPERTS_TYPES)
 
@@ -525,8 +527,8 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
             False, w13_scale.dtype, _is_per_channel(w13_scale, rows13), *options,
         )  # fmt: skip
     except NO_TENSOR:
-        _refuse_shape((2, "[L, R, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"), of=inputs)
-        _refuse_type(*BATCHED_TYPES, of=inputs)
+        _refuse_shape(inputs, (2, "[L, R, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
+        _refuse_type(inputs, *BATCHED_TYPES)
         raise
     if expected is None:
         expected = max(rows, 1)
@@ -539,17 +541,17 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
 
 
 NO_TENSOR = (AttributeError, RuntimeError, ValueError)
-"""Exceptions where the shape of no tensor, of other dimensions or of a nested tensor is taken
-apart."""
+"""Exceptions of unpacking the shape of an argument that is no tensor, has another number of
+dimensions or is nested."""
 WEIGHT_SCALES = (5, F32, E8M0)
 MOE_TYPES = (0, F32, BF16), (1, BF16, F32), (2, FP8, BF16), WEIGHT_SCALES
 EXPERTS_TYPES = (0, I32, I64), (2, FP8, BF16), WEIGHT_SCALES
 BATCHED_TYPES = (2, FP8, BF16), WEIGHT_SCALES
-"""Places of inputs that have one of several types, and the types."""
+"""Indices of the inputs that may have several types, each with these types."""
 
 
 def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...], ...]) -> Any:
-    """Return the layer of the arguments of `_layer`.
+    """Return `_layer(*key)`.
 
     Raises:
         ValueError: a type or an option is wrong; the message names it.
@@ -557,11 +559,11 @@ def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...]
     try:
         return _layer(*key)
     except TypeError:  # no kernel takes a type, or an option is not even hashable
-        _refuse_type(*types, of=inputs)
-        return _layer.__wrapped__(*key)
+        _refuse_type(inputs, *types)
+        return _layer.__wrapped__(*key)  # refuses the option: the cache needs hashable arguments
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # 8.0, which is refused, is not the 8 of before
+@functools.lru_cache(maxsize=64, typed=True)  # 8.0 is refused: it must not find the layer of 8
 def _layer(
     kind: str, num_experts: Any, local: int, hidden: int, intermediate: int,
     n_group: Any, topk_group: Any, top_k: Any,
@@ -585,7 +587,7 @@ def _layer(
     )  # fmt: skip
     is_batched = kind == "batched"
     if per_channel:
-        weight_scale = F32  # others are refused by name with the rest of the arguments
+        weight_scale = F32  # `check_call` refuses other types and names the argument
     form = Form(
         choice, bias, x, strided, gate_first, has_map, weight_scale, per_channel, is_batched
     )
@@ -602,10 +604,10 @@ def _is_per_channel(scale: Any, rows: int) -> bool:
 
 
 def _is_strided(x_scale: Any) -> bool:
-    """Return True if scales lie otherwise than `[H/128, T]` does, but can be read.
+    """Return True if scales `[H/128, T]` have contiguous rows or columns but are not contiguous.
 
-    So do the scales of one token that are passed transposed: its call needs no other kernel than
-    those of more tokens.
+    One token's transposed scales count as not contiguous, so that its call needs no other kernel
+    than a call with more tokens.
     """
     return (
         isinstance(x_scale, torch.Tensor)
@@ -616,22 +618,22 @@ def _is_strided(x_scale: Any) -> bool:
     )
 
 
-def _refuse_shape(*expected: tuple[int, str], of: Inputs) -> None:
-    """Raise a ValueError for the first input that is no dense tensor of so many dimensions. Another
-    array of as many is left to `_refuse_type`."""
+def _refuse_shape(inputs: Inputs, *expected: tuple[int, str]) -> None:
+    """Raise a ValueError for the first input that is no dense array of so many dimensions.
+    `_refuse_type` refuses an array that is no tensor."""
     for place, dims in expected:
-        tensor: Any = of[place]
+        tensor: Any = inputs[place]
         dense = hasattr(tensor, "ndim") and not getattr(tensor, "is_nested", False)
         if not dense or tensor.ndim != dims.count(",") + 1:
-            name = of._fields[place]
+            name = inputs._fields[place]
             raise ValueError(f"{name}: expected a tensor {dims}, got {described(tensor)}") from None
 
 
-def _refuse_type(*expected: tuple[Any, ...], of: Inputs) -> None:
+def _refuse_type(inputs: Inputs, *expected: tuple[Any, ...]) -> None:
     """Raise a ValueError for the first input that is no tensor of one of these types; a bias may be
     None."""
     for place, *types in expected:
-        tensor, name = of[place], of._fields[place]
+        tensor, name = inputs[place], inputs._fields[place]
         if isinstance(tensor, torch.Tensor) and tensor.dtype not in types:
             wanted, got = "dtype", str(tensor.dtype)
         elif not isinstance(tensor, torch.Tensor) and not (place == 1 and tensor is None):
@@ -645,8 +647,8 @@ def _refuse_type(*expected: tuple[Any, ...], of: Inputs) -> None:
 def call_of(
     function: Callable[..., torch.Tensor], *arguments: Any, **options: Any
 ) -> tuple[FusedLayer, Inputs, torch.Tensor]:
-    """Return the layer, the inputs and the output of a call of `fused_moe`, `experts` or
-    `batched_experts`, which is checked and not made.
+    """Check a call of `fused_moe`, `experts` or `batched_experts` without making it. Return its
+    layer, inputs and output.
 
     Raises:
         TypeError: the function is another one, or does not take the arguments.
@@ -679,7 +681,7 @@ def call_of(
 
 # --- operators ----------------------------------------------------------------------------------
 
-# With these schemas and not by `custom_op`, which costs 90 us of the host's time a call.
+# Registered with schemas, because an operator of `custom_op` costs 90 us of the host's time a call.
 NAMESPACE = __package__.replace(".", "_")
 TYPES = {
     "local_expert_offset": "SymInt", "routed_scaling_factor": "float", "expert_map": "Tensor?",
@@ -708,22 +710,23 @@ def _batched_operator(*arguments: Any) -> None:
 
 
 def _register(name: str, inputs: Any, run: Callable[..., None], *more: str) -> Any:
-    """Return the operator, which is there already where the module is reloaded."""
+    """Return the operator of this name. Register it, unless the module is reloaded."""
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
         parameters = (*inputs._fields, *more, *Options._fields, "out")
         schema = ", ".join(
             f"{TYPES.get(parameter, 'Tensor')} {parameter}" for parameter in parameters
         )
         operator = f"{NAMESPACE}::{name}"
-        # Strides as in eager code: the compiler pads rows, which the layer refuses. The order of
-        # the strides alone would let it.
+        # Strides as in eager code: the compiler would pad rows, and the layer refuses padded rows.
+        # The tag for the order of strides alone allows padding.
         tags = (torch.Tag.needs_exact_strides,)
         torch.library.define(operator, f"({schema}) -> ()", tags=tags)
         torch.library.impl(operator, ("cpu", "cuda"), run)
-        # The output is an argument: there is nothing to say of it.
+        # The output is an argument, so a traced call has only gradients to check.
+        num_inputs = len(inputs._fields)
         torch.library.register_fake(
             operator,
-            lambda *given: refuse_gradients(inputs._make(given[: len(inputs._fields)]), given[-1]),
+            lambda *values: refuse_gradients(inputs._make(values[:num_inputs]), values[-1]),
         )
     return getattr(getattr(torch.ops, NAMESPACE), name)
 

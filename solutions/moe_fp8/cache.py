@@ -89,16 +89,16 @@ class KernelCache:
     def get(self, made_of: dict[str, str], build: Callable[[], Any]) -> Any:
         """Return the kernel with this description: load it, or build and store it.
 
-        Loading an entry takes no lock and writes nothing. One process builds, others wait and load;
-        on a file system without locks several build. If nothing can be stored, the kernel is built
-        anyway, with one warning that says why.
+        Loading an entry takes no lock and writes only its time of use. One process builds, others
+        wait and load; on a file system without locks several build. If nothing can be stored, the
+        kernel is built anyway, with one warning that says why.
         """
         entry, text = self._entry(made_of)
         function = None
         try:
             function = self._read(entry)
             if function is None:
-                # One lock file for many entries, because lock files stay when entries are removed.
+                # One of 256, by the digest's first byte: lock files stay when entries are removed.
                 with self.lock(entry.name[-32:-30]):
                     function = self._read(entry)  # another process may have stored it
                     if function is None:

@@ -26,8 +26,8 @@ TMA_ROWS = 4
 """Number of float32 scales in 16 bytes: a row of scales must begin at a multiple of 16 bytes for
 TMA."""
 CHUNK_TOKENS = 16384
-"""Most tokens in one pass over the kernels. The workspace of a token with all experts local takes
-141 KB, so that of a pass takes up to 2.3 GB."""
+"""Most tokens in one pass over the kernels. At DeepSeek-V3's geometry the workspace takes 132 KB a
+token, so 2.2 GB a pass; with two FP8 terms twice as much."""
 LARGEST_OFFSET = 2**30
 """An offset above every expert id. An expert count can be added to it within int32."""
 
@@ -250,13 +250,14 @@ DEEPSEEK_V3 = MoeShape()
 class Form:
     """The types and layouts of a call's tensors, where the fused layer takes several.
 
-    The defaults are those of DeepSeek-V3's definition. Other solutions take only the defaults.
+    The defaults are those of DeepSeek-V3's definition. Other solutions take only their
+    definition's form, `usual`.
     """
 
     choice: torch.dtype = torch.float32  # type of the logits, or of the ids with `given`
     bias: torch.dtype | None = torch.bfloat16  # type of the bias, or of the weights with `given`
     x: torch.dtype = torch.float8_e4m3fn  # bfloat16 comes without scales: the layer quantises
-    strided_scales: bool = False  # scales of x with any strides; else `[H/128, T]` contiguous
+    strided_scales: bool = False  # contiguous rows or columns of x's scales are enough
     gate_first: bool = False  # gate rows lie above up rows in the weights of GEMM1
     has_map: bool = False  # a map from expert ids to local experts
     weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
@@ -331,7 +332,7 @@ class BatchedInputs(NamedTuple):
     num_tokens: torch.Tensor  # [E] int32: each expert's tokens, in the first of its R rows
     expected_m: int | None  # the host's guess of an expert's tokens, None until a layer is chosen
     x: torch.Tensor  # [E, R, H] float8_e4m3fn or bfloat16
-    x_scale: torch.Tensor | None  # [E, R, H/128] float32 of any strides, None where x is bfloat16
+    x_scale: torch.Tensor | None  # [E, R, H/128] float32, rows or columns contiguous; None: bf16 x
     w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
     w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
     w2: torch.Tensor  # [E, H, I] float8_e4m3fn
@@ -590,14 +591,14 @@ class Signature:
             )
 
     def misplaced(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """Return the index of the first tensor without an address or with memory of the output. The
-        output is not empty."""
+        """Return the index of the first tensor that has no address, shares memory with the output,
+        or is strided and negated. The output is not empty."""
         begin = tensors[-1].data_ptr()
         if not begin:
             return len(self.sizes) - 1
         end = begin + self.sizes[-1]
         for place in range(len(self.sizes) - 1):
-            # The GPU waits for this loop: a tensor without an address takes the output's.
+            # One test for both, because the GPU waits for this loop: no address counts as `begin`.
             if begin - self.sizes[place] < (tensors[place].data_ptr() or begin) < end:
                 return place
         for place, last, size in self.strided:  # with gaps, so they span more than `sizes` bytes

@@ -42,12 +42,12 @@ class FusedLayer:
     """
 
     shape: MoeShape = DEEPSEEK_V3
-    terms: int = 1  # FP8 values that an element of the intermediate is the sum of, 1 or 2
+    terms: int = 1  # FP8 values whose sum is an element of the intermediate, 1 or 2
     # Make both GEMMs' configs from T, the shape and the terms; None takes the architecture's.
     configs: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
     form: Form | None = None  # of the tensors, None: the definition's
     out_name: str = field(default="output", compare=False)  # in messages
-    # The calls that were made ready, by `key`.
+    # The calls that are ready, by `key`, with the tensors that each expects.
     calls: dict[tuple[int, ...], tuple[Call, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -111,7 +111,7 @@ class FusedLayer:
         call(inputs, output)
 
     def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
-        """Return the GPU, the number that memory follows from, and, last, the one for configs."""
+        """Return (GPU, T). `key[1]` decides the workspace, `key[-1]` the configs."""
         return output.get_device(), output.shape[0]
 
     def chosen(self, tokens: int, architecture: architectures.Architecture) -> tuple[Any, Any]:
@@ -137,6 +137,7 @@ class BatchedLayer(FusedLayer):
     """
 
     def key(self, inputs: Any, output: torch.Tensor) -> tuple[int, ...]:
+        """Return (GPU, R, the guess rounded up)."""
         rows = output.shape[1]
         return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
 
@@ -158,8 +159,8 @@ def _one_gpu() -> bool:
 
 
 def _has_usual_scalars(inputs: Inputs, output: torch.Tensor) -> bool:
-    """Return True if the properties that compiled code assumes hold: scalar types, and contiguous
-    batches."""
+    """Return True if the properties that compiled code assumes hold: scalar types, contiguous
+    batches, no offset with an expert map."""
     if isinstance(inputs, BatchedInputs):
         return inputs.x.is_contiguous() and output.is_contiguous()
     if type(inputs.local_expert_offset) is not int:
@@ -180,8 +181,8 @@ def _all_on(gpu: int, tensors: tuple[torch.Tensor, ...]) -> bool:
 def make_call(
     tokens: int, device: torch.device, shape: MoeShape, terms=1, configs=None, form=None
 ) -> Call:
-    """Return the whole layer for `tokens` tokens, at least one; of a batched form for as many rows
-    of every expert. On the CPU it is the reference model.
+    """Return the whole layer for `tokens` tokens, at least one. With a batched form `tokens` is the
+    number of rows R of every expert. On the CPU the layer is the reference model.
 
     Without `configs` the architecture's are taken, without a form the definition's.
     """
@@ -252,9 +253,9 @@ def bytes_of(exponents: torch.Tensor) -> torch.Tensor:
 def allocate(size: int, gpu: int) -> int:
     """Return the address of `size` bytes: a tensor costs the host several times as much.
 
-    They belong to the current stream as a tensor's would, in a stream capture to the graph. They
-    may be freed as soon as the last kernel that uses them is launched. `caching_allocator_alloc`
-    takes twice the time: it checks its arguments and sets the device first.
+    The bytes belong to the current stream, as a tensor's would; in a stream capture, to the graph.
+    They may be freed as soon as the last kernel that uses them is launched.
+    `caching_allocator_alloc` takes twice the time: it checks its arguments and sets the device.
     """
     stream = torch._C._cuda_getCurrentRawStream(gpu)
     return torch._C._cuda_cudaCachingAllocator_raw_alloc(size, stream)

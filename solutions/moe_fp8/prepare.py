@@ -7,5 +7,5 @@ from .serving.prepare import prepare
 
 if __name__ == "__main__":
     sys.exit(main())
-# As a name of the package it is the function, also after an import of this module.
+# `moe_fp8.prepare` is the function, even after `import moe_fp8.prepare` has set that name.
 sys.modules[__name__] = prepare  # type: ignore[assignment]

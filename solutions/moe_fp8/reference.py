@@ -141,10 +141,10 @@ def choose_experts(
     `scaling`: `exp(logit - largest chosen logit)` divided by its sum. A softmax over all experts,
     renormalised, is the same number with more roundings.
 
-    Ties go to the lower expert or group. A NaN is larger than every number, and makes all weights
-    of the token NaN. With `renormalize` an infinite chosen logit or all logits -inf do, too. Ids
-    are ascending, because expert outputs are summed in the order of the slots. Weights are summed
-    as a tree, neighbours first.
+    Ties go to the lower expert or group. A NaN is larger than every number. A chosen NaN logit
+    makes all weights of the token NaN. With `renormalize` a logit of +inf or all logits -inf do,
+    too. Ids are ascending, because expert outputs are summed in the order of the slots. Weights are
+    summed as a tree, neighbours first.
     """
     tokens = logits.shape[0]
     if shape.routing == "renormalize":
@@ -324,9 +324,9 @@ def _scaled_product(
 ) -> torch.Tensor:
     """Return the scaled product, float32 [m, n]."""
     m, (n, k) = a.shape[0], b.shape
-    # torch may multiply float32 in TF32 or bfloat16. Both represent FP8 values exactly, so only the
-    # order of a block's sum is undefined. On a GPU float64 is cheap enough and makes the sum exact:
-    # it is rounded once.
+    # torch may multiply float32 in TF32 or bfloat16. Both represent one FP8 value exactly, bfloat16
+    # not the sum of two terms. The order of a block's sum is undefined. On a GPU float64 is cheap
+    # enough and makes the sum exact: it is rounded once.
     dtype = torch.float64 if a.is_cuda else torch.float32
     values = sum(a.to(dtype).split(k, dim=1))  # two FP8 terms add up exactly in either type
     a_blocks = values.reshape(m, k // BLOCK, BLOCK).transpose(0, 1)

@@ -57,8 +57,8 @@ def differentiable_experts(
 
     Args:
         x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
-        master_w13, master_w2: tensors with the shapes of `w13` and `w2`, bfloat16 or float32, which
-            get gradients; None without.
+        master_w13, master_w2: bfloat16 or float32 tensors with the shapes of `w13` and `w2`, which
+            get the gradients of the weights; None if there are no master weights.
         Others as in `experts`.
 
     Returns:
@@ -74,13 +74,13 @@ def differentiable_experts(
     )  # fmt: skip
     if not isinstance(x, torch.Tensor) or x.dtype is not BF16:
         raise ValueError(f"x: expected a {BF16} tensor [T, H], got {described(x)}")
-    # These two have one: ids, which have none, take their places.
+    # `topk_weights` and `x` may require gradients. Check the others, with ids in their places.
     refuse_gradients(inputs._replace(topk_weights=topk_ids, x=topk_ids), None)
     for name, master, weights in (("master_w13", master_w13, w13), ("master_w2", master_w2, w2)):
         if master is None or not isinstance(weights, torch.Tensor):  # `experts` names the weights
             continue
-        like = isinstance(master, torch.Tensor) and master.dtype in (BF16, F32)
-        if not like or (master.shape, master.device) != (weights.shape, weights.device):
+        has_type = isinstance(master, torch.Tensor) and master.dtype in (BF16, F32)
+        if not has_type or (master.shape, master.device) != (weights.shape, weights.device):
             wanted = f"{BF16} or {F32} {list(weights.shape)} on {weights.device}"
             raise ValueError(f"{name}: expected {wanted}, got {described(master)}")
     options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
@@ -112,20 +112,21 @@ class _Experts(torch.autograd.Function):
         )
         gate_first, _, *numbers, ue8m0 = ctx.options
         swiglu, needed, top_k = Swiglu(*numbers), ctx.needs_input_grad, ids.shape[1]
-        wanted = needed[2], needed[1], needed[10], needed[11]
+        wanted = needed[2], needed[1], needed[10], needed[11]  # x, weights, masters
         q, scale = quantise_rows(x, ue8m0)
         rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
-        # Pairs by expert, other ranks' last. Pair t * top_k + k is slot k of token t.
+        # expert, pair, token: (P,), P = T * top_k, sorted by expert, other ranks' pairs last. Pair
+        # t * top_k + k is slot k of token t.
         expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
         experts_here = torch.arange(len(w13), device=x.device)
         token = pair // top_k
         # (local,) i32: the end of each expert's pairs
         ends = torch.searchsorted(expert, experts_here, right=True, out_int32=True)
         leaves = (
-            rounded[token],
-            weights.flatten()[pair],
-            dequantised(w13, w13_scale).to(BF16),
-            dequantised(w2, w2_scale).to(BF16),
+            rounded[token],  # (P, H)
+            weights.flatten()[pair],  # (P,)
+            dequantised(w13, w13_scale).to(BF16),  # (local, 2 I, H)
+            dequantised(w2, w2_scale).to(BF16),  # (local, H, I)
         )
         for leaf, is_wanted in zip(leaves, wanted, strict=True):
             leaf.requires_grad_(is_wanted)
@@ -136,10 +137,10 @@ class _Experts(torch.autograd.Function):
             middle = activated(gate, up, swiglu).to(BF16)
             y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
             wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
-        gradients = [next(found) if is_wanted else None for is_wanted in wanted]
-        # The grouped GEMM does not write rows of no expert and, on Blackwell, gradients of experts
-        # without rows (pytorch/pytorch 154557 and 172439).
+            computed = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
+        gradients = [next(computed) if is_wanted else None for is_wanted in wanted]
+        # The grouped GEMM does not write rows of other ranks' pairs and, on Blackwell, gradients of
+        # experts without rows (pytorch/pytorch 154557 and 172439).
         is_local, has_rows = expert < len(w13), ends.diff(prepend=ends.new_zeros(1)) > 0
         written = is_local, is_local, has_rows, has_rows
         for gradient, is_written in zip(gradients, written, strict=True):

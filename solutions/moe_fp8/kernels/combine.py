@@ -3,7 +3,7 @@
 The CTAs walk over the tokens, each for a part of the columns:
 
     warps 0 to w - 1   sum: each thread owns 16 bytes of the CTA's columns
-    warp w             finds the rows and asks for this CTA's part of each, one bulk copy a row, as
+    warp w             finds the rows and loads this CTA's part of each, one bulk copy a row, as
                        many ahead as the ring has stages
 
 They meet at a ring, `COMBINE_STAGES` deep, a row each:
@@ -31,11 +31,11 @@ MAX_SUM_THREADS = 128
 COMBINE_STAGES = 16
 """Rows in flight or at hand; docs/notes/fused.md compares numbers."""
 NOTE_LAST = 1
-"""Note of a stage: the row is its token's last one."""
+"""Flag of a note: the stage's row is its token's last one."""
 NOTE_EMPTY = 2
-"""Note of a stage: there is no row, the token has no local expert."""
+"""Flag of a note: the stage has no row, the token has no local expert."""
 NOTE_BITS = 2
-"""Bits of a note below the token."""
+"""Bits of a note's flags, below its token."""
 NOTE_END = -1
 """The note after the last row."""
 
@@ -51,7 +51,7 @@ class Combine:
     Args:
         hidden, top_k: of the layer.
         rows: type of `o`.
-        zeros: True: write the zeros of tokens without a local expert. False: they are there.
+        zeros: True: write the zeros of tokens without a local expert. False: `ZeroTokens` does.
         pairs_known: `pair_row` and `weights` were written before the previous kernel.
     """
 
@@ -114,7 +114,7 @@ class Combine:
             producer_group=arrivals(),
             consumer_group=arrivals(self.warps),
         )
-        # (COMBINE_STAGES,) i32 and f32
+        # (COMBINE_STAGES,) each: the note, i32, and the weight, f32, of a stage
         per_stage = cute.make_layout(COMBINE_STAGES)
         notes = storage.notes.get_tensor(per_stage), storage.weights.get_tensor(per_stage)
         # (columns, COMBINE_STAGES): this CTA's part of a row
@@ -136,7 +136,7 @@ class Combine:
         scales = cute.make_rmem_tensor(self.top_k, Float32)  # (top_k,)
         if cutlass.const_expr(not self.pairs_known):
             wait_for_previous()
-        # A lane looks at a token: 32 of them at once.
+        # Each lane reads the rows and weights of one token, 32 tokens at once.
         for first in cutlass.range(cta, tokens, ctas * WARP, unroll=1):
             token = first + lane * ctas
             slots = Int32(0)  # bit s: slot s has a local expert
@@ -157,16 +157,16 @@ class Combine:
                 owner = cute.arch.popc((todo & -todo) - 1)
                 todo = todo & (todo - 1)
                 note = (first + owner * ctas) << NOTE_BITS
-                left = cute.arch.shuffle_sync(slots, owner)
+                owner_slots = cute.arch.shuffle_sync(slots, owner)
                 if cutlass.const_expr(self.zeros):
-                    if left == 0:
+                    if owner_slots == 0:
                         self._push(ring, state, sO, notes, note | NOTE_EMPTY | NOTE_LAST)
                         state.advance()
                 for s in cutlass.range_constexpr(self.top_k):
-                    if left & (1 << s):
+                    if owner_slots & (1 << s):
                         row = cute.arch.shuffle_sync(rows[s], owner)
                         scale = cute.arch.shuffle_sync(scales[s], owner)
-                        is_last = Int32(NOTE_LAST) if left >> s == 1 else Int32(0)
+                        is_last = Int32(NOTE_LAST) if owner_slots >> s == 1 else Int32(0)
                         part = o.iterator + Int64(row) * self.hidden + first_column
                         self._push(ring, state, sO, notes, note | is_last, scale, part)
                         state.advance()
@@ -199,7 +199,7 @@ class Combine:
 
     @cute.jit
     def _sum(self, ring, sO, notes, out, first_column: Int32, thread: Int32):
-        """Sum and store a thread's columns of every token; the other warps."""
+        """Sum and store a thread's columns of every token; warps 0 to w - 1."""
         if cutlass.const_expr(not self.pairs_known):
             wait_for_previous()
         column = thread * self.vector

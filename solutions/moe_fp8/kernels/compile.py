@@ -26,11 +26,11 @@ ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 COMPILE_OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
 DSL_VARIABLES = "CUTE_DSL_"
-"""Beginning of the environment variables that the DSL reads; some of them change its output."""
+"""Prefix of the environment variables that the DSL reads; some of them change its output."""
 WITHOUT_EFFECT = re.compile(
     f"{DSL_VARIABLES}(LOG_|JIT_|CACHE_DIR|NO_CACHE|DISABLE_FILE_CACHING|(SHOW|FILTER)_STACKTRACE)"
 )
-"""The variables that change no code: SGLang sets two of them in its processes."""
+"""The variables of this prefix that change no code: SGLang sets two of them in its processes."""
 HOST_CPUS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 """The oldest CPU of a machine in LLVM's words, and a feature that it has. LLVM would take the CPU
 that it runs on, and the host code of a file would not run on an older one."""
@@ -48,7 +48,7 @@ DSL_TYPES = {
 
 @dataclass(frozen=True)
 class Extent:
-    """A size that is known only when the kernel is called; the same name is the same size."""
+    """A size that is known only when the kernel is called. Equal names are equal sizes."""
 
     name: str
     divisor: int = 1
@@ -72,18 +72,19 @@ class Scalar:
 
 
 Argument = Tensor | Scalar | None
-"""None is None in every call."""
+"""An argument that is None here is None in every call."""
 
 _lock = threading.Lock()
-"""The DSL's compiler is not made for two threads of a process."""
+"""The DSL's compiler is not thread-safe."""
 _modules: list[Any] = []
 """Loaded modules: the code of a function lives as long as its module."""
 
 
 class CompiledOnce:
-    """Remembers what a function compiled for which arguments; of several threads one compiles.
+    """Caches what a function compiles, by its arguments. One thread at a time compiles.
 
-    Within a stream capture, where no kernel may be compiled or loaded, it raises a RuntimeError.
+    Within a stream capture no kernel may be compiled or loaded: a call with new arguments raises a
+    RuntimeError.
     """
 
     def __init__(self, make: Callable[..., Any]):
@@ -107,12 +108,12 @@ class CompiledOnce:
 
 
 def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> Any:
-    """The compiled host function of a kernel, from disk where it is there (`is_kept`).
+    """Return the compiled host function of a kernel, loaded from disk if it is there (`is_kept`).
 
     Args:
         kernel: class whose `__call__` is the jitted host function; its last argument is the stream.
-        parameters: the constructor's; their `repr` identifies them, but for classes.
-        arguments: those of the TVM-FFI function returned, which takes the caller's stream.
+        parameters: the constructor's; identified by their `repr`, a class by its name.
+        arguments: those of the returned TVM-FFI function. It takes the caller's stream itself.
         arch: target, `sm_90a` for example.
     """
 
@@ -129,7 +130,7 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
 
 
 def is_kept(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> bool:
-    """True if `compiled` would find the function on disk."""
+    """Return True if `compiled` would find the function on disk."""
     directory = cache_dir()
     return directory is not None and KernelCache(directory).has(
         made_of(kernel, parameters, arguments, arch)
@@ -139,7 +140,7 @@ def is_kept(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch
 def made_of(
     kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str
 ) -> dict[str, str]:
-    """Everything that the machine code of a kernel depends on, by name."""
+    """Return everything that the machine code of a kernel depends on, by name."""
     classes = [kernel, *(p for p in parameters if isinstance(p, type))]
     # By name alone: the package's own name differs from one packed solution to the next.
     named = tuple(p.__name__ if isinstance(p, type) else p for p in parameters)
@@ -152,7 +153,7 @@ def made_of(
         "environment": repr(sorted(environment().items())),
         "versions": ", ".join(_versions()),
         "toolkit": repr(getattr(cutlass, "CUDA_VERSION", None)),
-        # This file too: it makes the arguments that the compiler sees of their descriptions.
+        # This file too: it turns the descriptions of the arguments into those of the compiler.
         "sources": _source_digest(*map(_source, classes), Path(__file__)),
     }
 
@@ -169,7 +170,7 @@ def environment() -> dict[str, str]:
 def fakes(arguments: Sequence[Argument]) -> list[Any]:
     """Return the compiler's stand-ins for real arguments."""
     extents: dict[Extent, Any] = {}
-    tensors: list[Any] = []
+    stand_ins: list[Any] = []
 
     def size_of(size: int | Extent) -> Any:
         if isinstance(size, int):
@@ -180,7 +181,7 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
 
     for argument in arguments:
         if not isinstance(argument, Tensor):
-            tensors.append(argument and argument.dtype(0))
+            stand_ins.append(argument and argument.dtype(0))
             continue
         shape = [size_of(size) for size in argument.shape]
         stride: list[Any] = [1]
@@ -188,12 +189,12 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
             stride.insert(0, size if stride[0] == 1 else stride[0] * size)
         if argument.strides is not None:
             stride = [size_of(size) for size in argument.strides]
-        tensors.append(
+        stand_ins.append(
             make_fake_tensor(
                 argument.dtype, tuple(shape), tuple(stride), assumed_align=argument.align
             )
         )
-    return tensors
+    return stand_ins
 
 
 def _load(path: Path) -> Any:
@@ -226,7 +227,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _source(cls: type) -> Path:
-    """The file that defines a class."""
+    """Return the file that defines a class."""
     file = sys.modules[cls.__module__].__file__
     assert file is not None
     return Path(file)
@@ -234,7 +235,7 @@ def _source(cls: type) -> Path:
 
 @functools.cache
 def _source_digest(*modules: Path) -> str:
-    """Digest of these modules and of all they import from this package."""
+    """Return a digest of these modules and of all they import from this package."""
     digest = hashlib.sha256()
     for path in sorted({p for module in modules for p in import_closure(module, PACKAGE_ROOT)}):
         digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode() + b"\0")

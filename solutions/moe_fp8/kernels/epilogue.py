@@ -6,7 +6,8 @@ A GEMM calls three hooks of its epilogue:
     staging  in the kernel, by all threads: makes the view of the epilogue's shared memory
     store    by all threads of a consumer warpgroup: writes its part of a tile
 
-With a weight scale for each channel `scale_channels` comes before `store`.
+With a weight scale for each channel the GEMM also calls `copy_channels` before its main loop, and
+`scale_channels` between the main loop and `store`.
 
 `store` runs in the warps that hold the sums, between two tiles, while the loading warps fill stages
 for the next tile. What it stages:

@@ -142,8 +142,8 @@ class SwigluEpilogueSm90(SwigluEpilogue):
 
     @cute.jit
     def _store_columns(self, output: Quantised, staging, sums, part: TilePart):
-        """Store where tokens are accumulator columns: a thread has one column of the result, of
-        every eighth pair of tokens."""
+        """Store where tokens are accumulator columns: a thread has one column of the result, of one
+        pair of every eight tokens."""
         tile, _, thread, stored = part
         lane, warp = thread % WARP, thread // WARP
         threads, rows = self.warps * WARP, self.config.tile_m

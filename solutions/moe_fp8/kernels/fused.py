@@ -8,14 +8,15 @@
     combine           o, pair_row, weights           out
 
 A row is a pair of a token and one of its local experts. Rows lie expert by expert; `m_indptr` says
-where each expert's rows begin. Each kernel starts while its predecessor ends (`sync`). GEMM2 takes
-an expert's rows as soon as GEMM1 has stored them, on SMs that GEMM1 has no tile for.
+where each expert's rows begin. Each kernel starts while its predecessor ends (`sync`). A GEMM2 with
+a dynamic schedule takes an expert's rows as soon as GEMM1 has stored them, on SMs that GEMM1 has no
+tile for.
 
-With few rows GEMM1 gathers its rows from the tokens. With many rows gathering is too slow: a
-permute kernel runs first, and a spare GEMM1 warp zeroes the tokens without a local expert.
+With few rows, or few columns (2 I), GEMM1 gathers its rows from the tokens. Else gathering is too
+slow: a permute kernel runs first, and a spare GEMM1 warp zeroes the tokens without a local expert.
 
 What the kernels hand each other lies in one workspace, whose layout follows from the number of
-tokens. `BatchedExperts` is the same for tokens that were brought to their experts already.
+tokens. `BatchedExperts` runs `PlaceTokens` and the GEMMs, on tokens that lie by expert already.
 """
 
 import functools
@@ -74,8 +75,8 @@ class Workspace(NamedTuple):
 def workspace_parts(
     shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: bool = False
 ) -> Workspace:
-    """Type and extents of every part, for ints on the host and Int32 in the host function.
-    `quantised`: tokens are quantised before they are gathered."""
+    """Return type and extents of every part. `tokens` and `rows` are ints on the host, or Int32 or
+    Int64 in the host function. `quantised`: tokens are quantised before they are gathered."""
     h = shape.hidden_size
     i, local, pairs = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
     return Workspace(
@@ -106,21 +107,21 @@ def workspace_bytes(shape: MoeShape, terms: int, tokens: int, quantised: bool = 
 
 
 def offsets(parts: Any) -> tuple[Any, Any]:
-    """Return (where each part begins, bytes of the workspace); a part that is None has none."""
+    """Return (where each part begins, bytes of the workspace); a part that is None takes none."""
     at, starts = 0, []
     for part in parts:
         starts.append(at)
         if part is None:
             continue
         dtype, extents = part
-        # Multiplied in the order of the extents: the product of the first decides the type.
+        # In the host function tokens and rows are Int64 here: the product can pass 2^31.
         elements = functools.reduce(operator.mul, extents)
         at = at + round_up(elements * dtype.width // 8, WORKSPACE_ALIGN)
     return type(parts)(*starts), at
 
 
 def place(workspace: Int64, starts: Any, parts: Any) -> Any:
-    """Return the parts as row-major tensors, at `starts` from an address on."""
+    """Return the parts as row-major tensors; `starts` are offsets from the workspace's address."""
 
     def tensor(start: Int64, part: tuple | None) -> cute.Tensor | None:
         if part is None:
@@ -155,29 +156,30 @@ class FusedMoe:
         self.gathers = config1.gathers_rows
         self.route = Route(shape, names_tokens=True)
         self.permute = Permute(h, top_k, shape.ue8m0)
-        # Behind a permute kernel GEMM1 knows the experts' rows while that kernel still runs. With
-        # few rows the GEMM reads weights all the time, and there is little to zero.
-        rows: dict[str, Any] = (
+        # Behind a permute kernel GEMM1 reads `m_indptr` without a wait: the routing wrote it. A
+        # GEMM1 that gathers has no warp for a side job: there the combine writes the zeros.
+        load_options: dict[str, Any] = (
             {"gather": True}
             if self.gathers
             else {"rows_known": True, "side_job": ZeroTokens(h, top_k)}
         )
-        self.gemms = ExpertGemms(shape, config1, config2, num_sms, gate_first, **rows)
+        self.gemms = ExpertGemms(shape, config1, config2, num_sms, gate_first, **load_options)
         self.combine = Combine(h, top_k, O_TYPES[self.terms], zeros=self.gathers, pairs_known=True)
 
     @cute.jit
     def __call__(
         self,
-        logits: cute.Tensor,  # (tokens, experts) f32 or bf16; these four: `Route.__call__`
+        # These four as in `RouterInputs`, or in `GivenExperts`.
+        logits: cute.Tensor,  # (tokens, experts) f32 or bf16
         bias: cute.Tensor | None,  # (experts,) bf16 or f32
         offset: Int32,
         scaling,
         x: cute.Tensor,  # (tokens, H) e4m3 or bf16
-        x_scale: cute.Tensor | None,  # (H / 128, tokens) f32 of any strides, None of bf16
+        x_scale: cute.Tensor | None,  # (H / 128, tokens) f32 of any strides, None with bf16
         w13: cute.Tensor,  # (local, 2 I, H) e4m3
-        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32, or (local, 2 I, 1)
+        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32 or e8m0, or (local, 2 I, 1)
         w2: cute.Tensor,  # (local, H, I) e4m3
-        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32, or (local, H, 1)
+        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32 or e8m0, or (local, H, 1)
         out: cute.Tensor,  # (tokens, H) bf16
         workspace: Int64,  # its address
         stream: cuda.CUstream,
@@ -186,7 +188,7 @@ class FusedMoe:
         tokens = cute.size(logits, mode=[0])
         rows = cute.assume(max_rows(self.shape, tokens), divby=TMA_ROWS)
         quantised = self.gathers and x.element_type is BFloat16
-        # Where parts begin takes 64 bits, how large they are 32.
+        # Offsets of parts need 64 bits, their extents 32.
         sizes = self.shape, self.terms
         starts, _ = offsets(workspace_parts(*sizes, Int64(tokens), Int64(rows), quantised))
         ws = place(workspace, starts, workspace_parts(*sizes, tokens, rows, quantised))
@@ -233,11 +235,11 @@ class FusedMoe:
 class ExpertGemms:
     """GEMM1 with SwiGLU and FP8, then GEMM2: `o[r] = w2[e] @ swiglu(w13[e] @ a[r])`.
 
-    `rows` says what GEMM1 knows of its rows: `gather`, `rows_known` and `side_job` of `GemmLoad`.
+    `load_options`: `gather`, `rows_known` and `side_job` of GEMM1's `GemmLoad`.
     """
 
     def __init__(
-        self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool, **rows: Any
+        self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool, **load_options: Any
     ):
         if config1.quantises != config2.terms:
             raise ValueError(
@@ -245,11 +247,11 @@ class ExpertGemms:
             )
         h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
         self.local, self.num_sms = local, num_sms
-        # A GEMM2 that runs beside GEMM1 asks for tiles, because some of its CTAs start earlier.
+        # A GEMM2 that starts while GEMM1 runs is dynamic: its CTAs start at different times.
         self.hands_over = config2.dynamic
         gemm = GEMM_CLASSES[type(config1)]
         activation = Activation(shape.swiglu, gate_first, shape.ue8m0)
-        self.gemm1 = gemm(config1, 2 * i, h, local, activation=activation, **rows)
+        self.gemm1 = gemm(config1, 2 * i, h, local, activation=activation, **load_options)
         self.gemm2 = gemm(config2, h, i, local, rows_known=True)
 
     def launch(
@@ -291,7 +293,7 @@ class ExpertGemms:
 # --- batched experts ----------------------------------------------------------------------------
 
 PLACE_CTAS = 2
-"""CTAs a multiprocessor of the kernel that places batched rows."""
+"""CTAs of `PlaceTokens` on a multiprocessor."""
 
 
 class BatchedWorkspace(NamedTuple):
@@ -306,7 +308,7 @@ class BatchedWorkspace(NamedTuple):
 
 
 def batched_parts(shape: MoeShape, terms: int, rows: Any, quantised: bool) -> BatchedWorkspace:
-    """Type and extents of every part for the rows of all experts together, a multiple of 4."""
+    """Return type and extents of every part; `rows` of all experts together, a multiple of 4."""
     h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
     return BatchedWorkspace(
         expert_rows=(Int32, (2, local)),
@@ -325,7 +327,7 @@ def batched_workspace_bytes(shape: MoeShape, terms: int, rows: int, quantised: b
 
 
 class BatchedExperts:
-    """The experts of tokens that lie by expert, R places each: a kernel that places, two GEMMs."""
+    """The experts of tokens that lie by expert, R rows each: `PlaceTokens`, then two GEMMs."""
 
     def __init__(self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool):
         self.shape, self.terms = shape, config2.terms
@@ -337,12 +339,12 @@ class BatchedExperts:
     def __call__(
         self,
         x: cute.Tensor,  # (local, R, H) e4m3 or bf16
-        x_scale: cute.Tensor | None,  # (local, R, H / 128) f32 of any strides, None of bf16
+        x_scale: cute.Tensor | None,  # (local, R, H / 128) f32 of any strides, None with bf16
         num_tokens: cute.Tensor,  # (local,) i32
         w13: cute.Tensor,  # (local, 2 I, H) e4m3
-        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32, or (local, 2 I, 1)
+        w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32 or e8m0, or (local, 2 I, 1)
         w2: cute.Tensor,  # (local, H, I) e4m3
-        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32, or (local, H, 1)
+        w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32 or e8m0, or (local, H, 1)
         out: cute.Tensor,  # (local, R, H) bf16
         workspace: Int64,  # its address
         stream: cuda.CUstream,
@@ -350,7 +352,7 @@ class BatchedExperts:
         local, h = self.shape.num_local_experts, self.shape.hidden_size
         places = Int32(cute.size(x, mode=[1]))
         rows = local * places
-        # TMA: strides of 16 bytes.
+        # TMA takes strides that are multiples of 16 bytes.
         whole = cute.assume(round_up(rows, TMA_ROWS), divby=TMA_ROWS)
         quantised = x.element_type is BFloat16
         starts, _ = offsets(batched_parts(self.shape, self.terms, Int64(whole), quantised))
@@ -382,7 +384,7 @@ def compile_fused(*geometry: Any) -> Any:
 def describe_fused(
     shape: MoeShape, config1: Any, config2: Any, num_sms: int, target: str, form: Form | None = None
 ) -> tuple[type, tuple, tuple, str]:
-    """Return what `compiled` and `is_kept` take for the whole layer, without a GPU."""
+    """Return the arguments of `compiled` and `is_kept` for the whole layer; needs no GPU."""
     form = form or Form.usual(shape)
     local, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")
@@ -407,6 +409,6 @@ def describe_fused(
         num_tokens, out = Tensor(Int32, (local,), align=4), Tensor(BFloat16, (local, tokens, h))
         arguments = (x, x_scale, num_tokens, *weights, out, Scalar(Int64))
         return BatchedExperts, parameters, arguments, target
-    out, given = Tensor(BFloat16, (tokens, h)), routing_arguments(shape, tokens, form)
-    arguments = (*given, *token_arguments(h, tokens, form), *weights, out, Scalar(Int64))
+    out, routing = Tensor(BFloat16, (tokens, h)), routing_arguments(shape, tokens, form)
+    arguments = (*routing, *token_arguments(h, tokens, form), *weights, out, Scalar(Int64))
     return FusedMoe, parameters, arguments, target

@@ -8,7 +8,7 @@ Hopper and Blackwell load alike, so both kernels share this file. A K block has,
 
 The warps of warpgroup 0:
 
-    0    A and SFA, by TMA; where rows lie anywhere by cp.async, together with warp 3
+    0    A and SFA, by TMA; gathered rows by cp.async, together with warp 3
     1    B, by TMA
     2    the tile scheduler, where the schedule is dynamic
     3    a side job that has nothing to do with the GEMM, where it does not load
@@ -69,7 +69,7 @@ CP_ASYNC_VALUES = 16
 EVICT_FIRST = 0x12F0000000000000
 """The L2 cache policy of that name (createpolicy.fractional.L2::evict_first) as a constant."""
 MMA_CTAS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
-"""By the CTAs that share an MMA."""
+"""The DSL's name for the number of CTAs that share an MMA."""
 
 
 class StageCounts(NamedTuple):
@@ -205,7 +205,7 @@ class GemmLoad:
             self._load_b(ab_pipeline, tile_sched, args.b, shared.sB)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
-                # The warps of all CTAs take the rows round robin.
+                # The warps of all CTAs take the tokens round robin.
                 block, _, _ = cute.arch.block_idx()
                 blocks, _, _ = cute.arch.grid_dim()
                 self.side_job.run(*args.side_job_tensors, block, blocks)
@@ -219,8 +219,8 @@ class GemmLoad:
     def load_rows(self, pipe, stages: int, tile_sched, args: GemmArguments, begin_tile, copy):
         """Load A and SFA, or SFA alone, of every K block of every tile of this CTA; one warp.
 
-        `begin_tile` gives what `copy` needs of a tile. `copy` starts the copies of a K block into a
-        free stage of `pipe`.
+        `begin_tile` returns what `copy` needs of a tile. `copy` starts the copies of a K block into
+        a free stage of `pipe`.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = tile_sched.cta_in_cluster()
@@ -241,7 +241,7 @@ class GemmLoad:
         while linear < total:
             tile = tile_sched.tile(linear, cta, shared=self.config.slices)
             if cutlass.const_expr(ready is not None):
-                # All rows of the expert: a tile's box may reach its neighbours, which nobody uses.
+                # All rows of the expert; no stored value depends on neighbours' rows in the box.
                 expert_rows = tile_sched.tiles.expert_rows
                 rows = expert_rows[1, tile.expert] - expert_rows[0, tile.expert]
                 wait_for_rows(ready.counts, tile.expert, rows * self.k)
@@ -294,8 +294,8 @@ class GemmLoad:
 
 
 def weights_by_column(b: cute.Tensor, config: Any) -> cute.Tensor:
-    """Return B, (experts, n, k), as (n, k, experts) with its rows in the order of tile columns; so
-    too their scales (experts, n, 1).
+    """Return B, (experts, n, k), as (n, k, experts) with its rows in the order of tile columns.
+    Scales of rows, (experts, n, 1), are viewed likewise.
 
     With `quantises` half of a tile's columns are rows of the first half of n, half are the same
     rows of the second half: up and gate. They are interleaved so that one thread has up and gate of
@@ -373,7 +373,7 @@ class ContiguousRows:
     warps = 1  # that load
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
     sfa_arrivals = 1  # on the barrier of the scales' own pipeline, with `split_sfa`
-    tokens = 0  # Int32 in shared memory that the strategy keeps of a tile
+    tokens = 0  # Int32 in shared memory: the tokens of a tile's rows, if gathered
 
     def __init__(self, config: Any):
         self.config = config
@@ -459,7 +459,7 @@ class ContiguousRows:
         )
 
     def fence_loaded(self) -> None:
-        """Make a stage visible to the MMA, by a consumer that has waited for it: TMA needs none."""
+        """Do nothing: the MMA sees what TMA wrote."""
 
     def from_first_row(self, tile: Tile, sSFA: cute.Tensor) -> cute.Tensor:
         """Return the scales in shared memory from the tile's first row on."""
@@ -536,7 +536,7 @@ class TileTokens(NamedTuple):
     """The tokens of a tile's rows.
 
     `tokens` is (tile_m / 8, 8) i32 in shared memory, those of a lane side by side. For the scales
-    with `split_sfa` it is (tile_m / 32,) i32 in registers: those of a lane's rows.
+    with `split_sfa` it is (ceil(tile_m / 32),) i32 in registers: those of a lane's rows.
     """
 
     shared: SharedOperands
@@ -546,10 +546,10 @@ class TileTokens(NamedTuple):
 class GatheredRows:
     """Load a tile's rows by cp.async from the tokens that they are copies of: no permute kernel.
 
-    Two warps copy, each four of every eight rows. A lane copies 16 bytes of every eighth row, and 4
-    bytes of SFA. It arrives when its copies are done. The consumers must fence for the async proxy,
-    or WGMMA may read the stage before cp.async's writes. Nothing is multicast. A row past the
-    expert's end is a copy of its last row.
+    Two warps copy, each four of every eight rows. A lane copies 16 bytes of every eighth row, and
+    the scales of every 32nd of its warp's rows. It arrives when its copies are done. The consumers
+    must fence for the async proxy, or the MMA may read the stage before cp.async's writes. Nothing
+    is multicast. A row past the expert's end is a copy of its last row.
     """
 
     warps = 2
@@ -717,8 +717,8 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
 def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
     """Announce `size` bytes at a stage's `full` barrier and return the barrier; one warp.
 
-    For an MMA of `mma_ctas` CTAs they are announced at the first CTA's barrier: it issues the MMA
-    when the operands of all CTAs have come.
+    For an MMA of `mma_ctas` CTAs they are announced at the first CTA's barrier: that CTA issues
+    the MMA when the operands of all CTAs have come.
     """
     full = pipe.producer_get_barrier(state)
     # One lane: the barrier counts one arrival of a warp that loads by TMA.
@@ -743,8 +743,8 @@ class ZeroTokens:
 
     @cute.jit
     def run(self, pair_row: cute.Tensor, out: cute.Tensor, warp: Int32, warps: Int32):
-        """Write the part of the `warp`-th of `warps` warps of `out`, (tokens, hidden) bf16; all
-        lanes."""
+        """Zero `out`, (tokens, hidden) bf16, at tokens without a row; all lanes of a warp, which
+        takes every `warps`-th token from `warp` on."""
         lane = cute.arch.lane_idx()
         zeros = cute.make_rmem_tensor(BF16_VECTOR, BFloat16)  # (8,): 16 bytes
         zeros.fill(0.0)
@@ -758,8 +758,8 @@ class ZeroTokens:
 
     @cute.jit
     def is_zero(self, pair_row: cute.Tensor, token: Int32) -> Boolean:
-        """True, in all lanes, if nothing else writes a token."""
-        first = Int32(-1)  # a lane looks at a slot of the token
+        """True, in all lanes, if no pair of the token has a row."""
+        row = Int32(-1)  # of one of the token's pairs, a lane each
         if cute.arch.lane_idx() < self.top_k:
-            first = Int32(pair_row[token, cute.arch.lane_idx()])
-        return Boolean(not cute.arch.vote_any_sync(first >= 0))
+            row = Int32(pair_row[token, cute.arch.lane_idx()])
+        return Boolean(not cute.arch.vote_any_sync(row >= 0))

@@ -134,7 +134,7 @@ class GemmSm90:
     def launch(
         self,
         a,  # (rows, terms * k) e4m3; with `gather` see `GatheredRows.operand`
-        sfa: cute.Tensor,  # (k / 128, rows) f32
+        sfa: cute.Tensor,  # (k / 128, rows) f32; with `gather` (k / 128, tokens) of any strides
         b: cute.Tensor,  # (experts, n, k) e4m3
         # (experts, n / 128, k / 128) f32, or u8: see `float_scale`; `per_channel` (experts, n, 1)
         sfb: cute.Tensor,
@@ -220,7 +220,7 @@ class GemmSm90:
         staging = self.epilogue.staging(storage.out)
         queue = near = None
         if cutlass.const_expr(c.dynamic):
-            readers = self.load.rows.warps + 1 + c.consumer_warps  # that take tiles, of a CTA
+            readers = self.load.rows.warps + 1 + c.consumer_warps  # warps of a CTA that take tiles
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -305,8 +305,8 @@ class GemmSm90:
                     state = self._mainloop(operands, state, acc, thread)
             else:
                 # Free the stages unread, and leave the tensor cores to the other warpgroups. The
-                # wait must stay, or this warpgroup may fall two phases behind: a parity tells a
-                # phase from the next one only.
+                # wait must stay, or this warpgroup arrives twice in one phase of `empty`, and the
+                # producer overwrites a stage that another warpgroup still reads.
                 for _ in cutlass.range(self.k_blocks, unroll=1):
                     ab_pipeline.consumer_wait(state)
                     ab_pipeline.consumer_release(state)
@@ -349,7 +349,7 @@ class GemmSm90:
                 # Must come before the WGMMA, or they read old data where cp.async, another proxy,
                 # wrote the rows. Where TMA wrote them, this is nothing.
                 self.load.rows.fence_loaded()
-                # Must come before the WGMMA, or their latency does not hide behind it.
+                # Must come before the WGMMA, or nothing hides the latency of these loads.
                 self._load_scales(scales, operands, thread, first + i, stage.index)
                 self._issue_wgmma(accum, operands, stage.index)
                 # Must come before the release, or TMA overwrites what WGMMA still reads.
@@ -421,7 +421,7 @@ class GemmSm90:
 
     @cute.jit
     def _overlapped_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
-        """Compute the same sum in the same order, with K blocks promoted while the next one runs.
+        """Compute the sum as `_mainloop` does, but promote a K block while the next one runs.
 
             i          0       1       2       ...  unroll
             issue      kb 0    kb 1    kb 2         -
@@ -459,7 +459,7 @@ class GemmSm90:
     def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
         """Load the weight scales of a tile's columns to registers; a consumer warp."""
         if cutlass.const_expr(self.config.per_channel):
-            # Without a factor, here of 1, in the main loop ptxas spills sums of 192x128 tiles.
+            # The main loop must have a factor, or ptxas spills sums of 192x128 tiles.
             next_sfb.fill(1.0)
         else:
             for half in cutlass.range_constexpr(self.halves):
@@ -481,7 +481,7 @@ class GemmSm90:
 
     @cute.jit
     def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
-        """Write a tile's weight scales where all lanes of the warp find them."""
+        """Write a tile's weight scales to shared memory, where all lanes of the warp find them."""
         cute.arch.sync_warp()  # must come before the writes: all lanes have read the last tile's
         for half in cutlass.range_constexpr(self.halves):
             for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
@@ -505,7 +505,7 @@ class AccumulatorSm90:
         column    8 (v // 4) + l % 4 * 2 + v % 2
 
                           tokens are rows            tokens are columns (swap_ab)
-        a thread has      rows r and r + 8           every eighth pair of tokens
+        a thread has      rows r and r + 8           one pair of every eight tokens
         up and gate are   column groups j and j + 8  rows r and r + 8
 
     The epilogue's staging buffer holds blocks of `staged_rows` tokens and 64 columns, of which a
@@ -514,7 +514,7 @@ class AccumulatorSm90:
 
     def __init__(self, config: GemmConfigSm90):
         self.config, self.swap_ab = config, config.swap_ab
-        self.token_scales = config.tile_m // 4 if self.swap_ab else 2
+        self.token_scales = config.tile_m // 4 if self.swap_ab else 2  # tokens of a thread
         # Values from v on that lie side by side in a row of the output.
         self.neighbour_columns = 1 if self.swap_ab else 2
         self.shape = self.mma_order(config.tile_m, config.tile_n)  # (M, N) of all warpgroups' MMA
@@ -543,7 +543,7 @@ class AccumulatorSm90:
         return thread // WARP * 16 + thread % WARP // 4 + 8 * i
 
     def scale_index(self, v: int) -> int:
-        """Return the token scale of value `v`."""
+        """Return which of a thread's token scales value `v` takes."""
         return v // 4 * 2 + v % 2 if self.swap_ab else v // 2 % 2
 
     def column(self, v: int, thread: Int32) -> Int32:
@@ -579,7 +579,7 @@ class AccumulatorSm90:
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
         """Return the copy of a thread's rounded values to the staging buffer."""
         # With swap_ab transposed: a token's 64 columns then lie side by side, as in the output.
-        matrices = 2 if self.swap_ab and self.config.tile_m % 16 else 4  # of 8x8, an instruction
+        matrices = 2 if self.swap_ab and self.config.tile_m % 16 else 4  # 8x8, of an stmatrix
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(self.swap_ab, matrices), BFloat16)
         tiled = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, tiled_mma))
         return tiled.get_slice(thread)

@@ -17,7 +17,7 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
     rows, blocks = Extent("rows"), k // BLOCK
     scales = (n, 1) if config.per_channel else (n // BLOCK, blocks)
     scale_stride = Extent("scale stride", TMA_ROWS)  # TMA: strides of 16 bytes
-    arguments = (
+    arguments = (  # in the order of `GemmSm90.__call__`
         Tensor(Float8E4M3FN, (rows, k)),
         Tensor(Float32, (blocks, rows), strides=(scale_stride, 1)),
         Tensor(Float8E4M3FN, (experts, n, k)),

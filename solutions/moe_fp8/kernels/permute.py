@@ -2,8 +2,8 @@
 
     Permute       copies each token to all its rows: a CTA of 2 warps a token, all its loads in
                   flight at once. With FP8 tokens further CTAs copy scales, 32 rows each.
-    PlaceTokens   takes rows that lie by expert already: says where, and copies scales to the order
-                  that TMA reads. With bfloat16 tokens it quantises them, a CTA a row.
+    PlaceTokens   for rows that lie by expert already: writes `expert_rows`, and copies scales to
+                  the order that TMA reads. With bfloat16 tokens it quantises them, a CTA a row.
 
 All warps have the same role; nothing goes through shared memory. Both kernels begin with
 `wait_for_previous`.
@@ -45,15 +45,14 @@ class Permute:
 
     A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
 
-    The scales of a token go to one column of `a_scale`, each to another sector: 4 of 32 bytes,
-    which keep L2 busy longer than whole sectors. So where `TokensOfRows` is known, other CTAs,
-    ahead of these, copy the scales of 32 rows each (or find that there are no more): a warp writes
-    128 bytes in one piece.
+    A token's scales go to one column of `a_scale`. Each store would fill 4 bytes of another 32-byte
+    sector, which keeps L2 busy longer than whole sectors. So where `TokensOfRows` is known, further
+    CTAs, first in the grid, copy the scales, 32 rows each: a warp writes 128 bytes in one piece.
+    Those past the last row in use exit.
 
     Tokens in bfloat16 are quantised first: eight neighbouring threads have the 128 values of a
-    scale. That takes arithmetic while the kernel waits for memory, and saves a kernel that would
-    write the tokens and have them read again. Tokens without a local expert are not quantised at
-    all.
+    scale. The arithmetic runs while the kernel waits for memory, and no separate kernel has to
+    write the quantised tokens and read them back. Tokens without a local expert are not quantised.
     """
 
     def __init__(self, hidden: int, top_k: int, ue8m0: bool = False):
@@ -66,11 +65,11 @@ class Permute:
     def __call__(
         self,
         x: cute.Tensor,  # (tokens, hidden) e4m3 or bf16
-        x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32, of any strides; None of bf16
+        x_scale: cute.Tensor | None,  # (hidden / 128, tokens) f32 of any strides, None with bf16
         pair_row: cute.Tensor,  # (tokens, top_k) i32, -1 where the expert is not local
         a: cute.Tensor,  # (rows, hidden) e4m3
         a_scale: cute.Tensor,  # (hidden / 128, rows) f32
-        by_row: TokensOfRows | None,  # of e4m3 tokens
+        by_row: TokensOfRows | None,  # with e4m3 tokens only
         stream: cuda.CUstream,
     ):
         scale_ctas = Int32(0)
@@ -197,7 +196,7 @@ class Permute:
 
 
 class PlaceTokens:
-    """Say where the rows of batched experts lie, and bring their scales into the order that TMA
+    """Write where the rows of batched experts lie, and copy their scales to the order that TMA
     reads.
 
     `expert_rows[:, e] = e * R + (0, num_tokens[e])`. For the rows that an expert has, `scale[:, e *
@@ -205,7 +204,7 @@ class PlaceTokens:
     Tokens in bfloat16 are quantised instead, a row at a time (`quantise_token`). A negative count
     is taken for 0, a count beyond R for R: nothing is read or written beyond the rows.
 
-    `grid = (parts, experts)`, however many parts an expert's rows are divided into.
+    `grid = (parts, experts)`: the CTAs of an expert take its rows (or groups of 32) round robin.
     """
 
     def __init__(self, hidden: int, tile_counters: int, ue8m0: bool):
@@ -218,7 +217,7 @@ class PlaceTokens:
     def launch(
         self,
         x: QuantisedTokens | None,  # (experts * R, hidden) bf16 and e4m3, which is written
-        x_scale: cute.Tensor | None,  # (experts, R, hidden / 128) f32, of any strides; None of bf16
+        x_scale: cute.Tensor | None,  # (experts, R, hidden / 128) f32, any strides; None with bf16
         num_tokens: cute.Tensor,  # (experts,) i32
         places: Int32,  # R
         scale: cute.Tensor,  # (hidden / 128, experts * R) f32, written

@@ -4,8 +4,8 @@ Two kernels with the arithmetic of `reference.route`, every warp with the same r
 
     ChooseExperts   a warp a token, 8 tokens a CTA. Chooses experts and marks, for every local
                     expert, the tokens that chose it: a bit a token, a word for 32 tokens.
-    NumberRows      a thread a pair, 128 tokens a CTA. Numbers the pairs by expert, then by token,
-                    by counting bits.
+    NumberRows      128 tokens a CTA; with top_k=8 a thread a pair. Numbers the pairs by expert,
+                    then by token, by counting bits.
 
 Marks in global memory connect them; `NumberRows` waits for all of `ChooseExperts`. Up to 32 tokens
 are one word: one CTA of `RouteWord`, a warp a token, marks it in shared memory and numbers it. No
@@ -18,9 +18,10 @@ Ties go to the lower expert or group. A NaN is larger than every number, as in `
     renormalize   logit             score                   softmax over the chosen logits
     given         -                 the caller              the caller's
 
-With `given` a token's experts are put in ascending order, and one that it has twice gets one row.
+With `given` a token's experts are put in ascending order. An expert that it lists twice gets one
+row.
 
-Where GEMM1 gathers bfloat16 tokens, CTAs behind those of the last kernel quantise them.
+Where GEMM1 gathers bfloat16 tokens, further CTAs of the last kernel quantise them, a CTA a token.
 """
 
 import math
@@ -45,10 +46,10 @@ WORD_TOKENS = 32
 BYTE_TOKENS = 8
 """Tokens of a CTA of `ChooseExperts`: they mark a byte of a word."""
 ROUTE_THREADS = 1024
-"""Threads of a CTA of `RouteWord` and `NumberRows`. Eight values each are a token of the largest
-hidden size."""
+"""Threads of a CTA of `RouteWord` and `NumberRows`. A CTA that quantises a token has 8 values a
+thread: enough for the largest hidden size, 8192."""
 NUMBER_WORDS = 4
-"""Words of a CTA of `NumberRows`: pairs of 128 tokens, with 8 experts each, are one a thread."""
+"""Words of a CTA of `NumberRows`: 128 tokens, so with top_k=8 each thread has one pair."""
 LOWEST = -(2**31)
 """Order of an expert that cannot be chosen: below that of -inf."""
 NAN_ORDER = 2**31 - 1
@@ -140,7 +141,7 @@ class ChooseExperts:
     Slots: an expert's slot is the number of chosen experts below it, so ids are ascending.
     Weights: scores are added in a tree over the slots.
 
-    A CTA has few tokens, because their warps have much to compute and take turns:
+    A CTA has few tokens, because each warp computes much and a CTA's warps share one SM:
     `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
     """
 
@@ -268,7 +269,7 @@ class ChooseExperts:
 
     @cute.jit
     def _local_of(self, inputs: GivenExperts, number: Int64) -> Int32:
-        """Return the local expert with a number, or -1; any number may come."""
+        """Return the local expert with an id, or -1. The id may be any number."""
         if cutlass.const_expr(inputs.expert_map is None):
             number = number - Int64(inputs.offset)
         elif number >= 0 and number < cute.size(inputs.expert_map):
@@ -334,8 +335,8 @@ class ChooseExperts:
         """Return the bits of this lane's experts that are among the token's `top_k`.
 
         Each turn takes the largest head of the lanes' sorted experts, from the lowest lane that has
-        it. `last` is the smallest score that this lane lost: chosen are its experts with a larger
-        score, and the lowest of those with an equal one.
+        it. `last` is the order of this lane's last chosen expert. The lane's experts of higher
+        order are chosen, and of equal order the lowest, `count` together.
         """
         ranked = [order[j] for j in range(self.own)]  # largest first
         for i, j in exchanges(self.own):
@@ -354,7 +355,7 @@ class ChooseExperts:
             owner = ranked[0] == top and (having & below) == 0
             last = cutlass.select_(owner, top, last)
             count = cutlass.select_(owner, count + 1, count)
-            # As deep as the turns that are left can reach.
+            # Drop the owner's head. The remaining turns reach no deeper than this loop.
             for j in cutlass.range_constexpr(min(self.own, self.top_k - turn) - 1):
                 ranked[j] = cutlass.select_(owner, ranked[j + 1], ranked[j])
             if cutlass.const_expr(self.own <= self.top_k - turn):
@@ -453,7 +454,7 @@ class RouteWord(ChooseExperts):
         begins = memory.allocate_tensor(Int32, layout)
         total = memory.allocate_tensor(Int32, layout)
         local, slot, again = self._mark(inputs, weights, Int32(0), memory, marked)
-        zero(numbered.counters, thread)
+        zero(numbered.counters, thread)  # must come after the wait in `_mark`: see `sync`
         for e in cutlass.range(thread, self.local, ROUTE_THREADS, unroll=1):
             begins[e], total[e] = Int32(0), cute.arch.popc(marked[e])
         cute.arch.barrier()  # must come before the sums, which one warp makes of all counts
@@ -463,7 +464,7 @@ class RouteWord(ChooseExperts):
         if warp < cute.size(inputs.logits, mode=[0]) and lane < self.top_k:
             row = Int32(-1)
             if local >= 0:
-                # The rows of the tokens before this one follow `begins`.
+                # This token's row follows the expert's rows of earlier tokens.
                 row = begins[local] + cute.arch.popc(marked[local] & ((Int32(1) << warp) - 1))
                 if cutlass.const_expr(self.names_tokens and self.given):
                     if not again:
@@ -474,9 +475,9 @@ class RouteWord(ChooseExperts):
 
 
 class NumberRows:
-    """Make `m_indptr` and `pair_row` of the marks of `ChooseExperts`, and zero `counters`.
+    """Compute `RowNumbers` from the marks of `ChooseExperts`, and zero `counters`.
 
-    Every CTA counts the marks itself: all of them, for where each expert begins, and those of the
+    Every CTA counts the marks itself: all of them, for each expert's first row, and those of the
     words before its own. CTA 0 writes `m_indptr`. `grid = ceil(words / NUMBER_WORDS)`, and one more
     CTA for each token to quantise.
     """
@@ -484,7 +485,7 @@ class NumberRows:
     def __init__(self, shape: MoeShape, names_tokens: bool):
         self.local, self.top_k = shape.num_local_experts, shape.top_k
         self.names_tokens = names_tokens
-        # Then a token may have an expert twice, in slots that follow each other.
+        # With given ids a token may have an expert twice, in slots that follow each other.
         self.given = shape.routing == "given"
         self.ue8m0 = shape.ue8m0
 
@@ -515,15 +516,15 @@ class NumberRows:
         words, tokens = cute.size(marks, mode=[0]), cute.size(expert, mode=[0])
         memory = SmemAllocator()
         layout = cute.make_layout(self.local)
-        before = memory.allocate_tensor(Int32, layout)  # (local,): its rows in earlier blocks
-        total = memory.allocate_tensor(Int32, layout)  # (local,): its rows
+        before = memory.allocate_tensor(Int32, layout)  # (local,): rows in earlier CTAs' words
+        total = memory.allocate_tensor(Int32, layout)  # (local,): all rows of an expert
         for e in cutlass.range(thread, self.local, ROUTE_THREADS, unroll=1):
             before[e], total[e] = Int32(0), Int32(0)
         cute.arch.barrier()  # must come before other threads add to them
         wait_for_previous()
         if block == 0:
             zero(numbered.counters, thread)
-        # Each expert has as many threads; they take its words round robin.
+        # Every expert gets `readers` threads, which take its words round robin.
         readers = ROUTE_THREADS // self.local
         if thread < readers * self.local:
             e = thread % self.local
@@ -549,7 +550,7 @@ class NumberRows:
                 e = expert[token, i % self.top_k]
                 row = Int32(-1)
                 if e >= 0:
-                    # After the rows of earlier blocks come those of this block's earlier tokens.
+                    # After the rows of earlier CTAs come those of this CTA's earlier tokens.
                     row = before[e]
                     for w in cutlass.range_constexpr(NUMBER_WORDS):
                         if w <= within // WORD_TOKENS:
@@ -578,7 +579,7 @@ def add_begins(begins: cute.Tensor, total: cute.Tensor, m_indptr: cute.Tensor, w
     """Compute `begins[e] += total[0] + ... + total[e - 1]` in shared memory; one warp. `m_indptr`
     gets the sums if `writes`."""
     local = cute.size(total)
-    share = -(-local // WARP)  # of experts that follow each other, a lane
+    share = -(-local // WARP)  # consecutive experts of a lane
     first = cute.arch.lane_idx() * share
     rows = Int32(0)
     for e in cutlass.range(first, cutlass.min(first + share, local), unroll=1):

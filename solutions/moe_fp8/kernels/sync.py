@@ -11,9 +11,9 @@ Programmatic dependent launch (PDL). A kernel starts while its predecessor in th
   as this kernel's CTAs leave, set up, and wait in turn. A kernel of another library, launched
   without PDL, waits for all of ours.
 - Kernel N starts when every CTA of kernel N-1 has let it start. Each did so after its own wait, so
-  kernel N-2 is complete: what it wrote can be read without a wait. GEMM2 reads `expert_rows` so,
-  which the routing wrote. A GEMM2 that is handed rows lets the combine start before it has waited.
-  But what was complete when GEMM2 started is complete for the combine, which so reads `pair_row`.
+  kernel N-2 is complete: what it wrote can be read without a wait. So GEMM2 reads `expert_rows`,
+  which the routing wrote. A GEMM2 that is handed rows lets the combine start before its own wait.
+  What was complete when GEMM2 started is complete for the combine, too: so it reads `pair_row`.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 
@@ -140,7 +140,7 @@ def announce_to_other(arrived: cute.Pointer, size: int) -> None:
 
 
 def send_to_other(place: cute.Pointer, bits: Int32 | tuple, arrived: cute.Pointer) -> None:
-    """Store one or four Int32 at the other CTA's `place`, whose mbarrier gets their bytes."""
+    """Store one or four Int32 at the other CTA's `place`; its `arrived` counts their bytes."""
     cute.arch.store_async_dsmem(place, bits, arrived, cute.arch.block_idx_in_cluster() ^ 1)
 
 

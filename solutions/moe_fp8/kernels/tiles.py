@@ -18,7 +18,7 @@ from .configs import SMEM_BYTES, WARP, Schedule
 from .sync import arrivals, wait_for_previous
 
 MAX_EXPERTS = WARP * WARP
-"""A lane answers for one expert, or for as many consecutive ones as a warp has lanes."""
+"""A lane answers for one expert, or for up to 32 consecutive ones."""
 
 
 class Tile(NamedTuple):
@@ -35,8 +35,8 @@ def max_ctas(
 ) -> Any:
     """Return the CTAs of a grouped GEMM over at most `rows` rows, an int or an Int32.
 
-    There are as many clusters as tiles at most, where every expert may end with a part of a tile,
-    and one CTA a multiprocessor at most: pairs of CTAs always fit. `minimum`: `min` of such rows.
+    At most one cluster a tile, where every expert may end with a part of a tile, and at most one
+    CTA a multiprocessor: pairs of CTAs always fit. `minimum`: `min` for the type of `rows`.
     """
     m_tiles = rows // (config.tile_m * config.cluster_m) + experts
     n_tiles = -(-n // (config.tile_n * config.cluster_n))
@@ -48,7 +48,7 @@ def near_rows(config: Any, experts: int) -> tuple[int, int]:
     """Return the shape of `expert_rows` in shared memory, (0, 0) if it is not kept there.
 
     Where a lane answers for several experts, each lookup of a tile reads their rows. L2 takes
-    longer than a tile of few K blocks, so they are kept in shared memory if they fit.
+    longer than a tile of few K blocks, so the rows are kept in shared memory if they fit.
     """
     fits = 2 * experts * Int32.width // 8 <= SMEM_BYTES - config.smem_bytes
     return (2, experts) if WARP < experts and fits else (0, 0)
@@ -82,7 +82,7 @@ class TileScheduler:
         config: Any,
         n: int,
         expert_rows: cute.Tensor,  # (2, experts) i32 in global memory
-        lane_rows: tuple[Int32, Int32] | None,  # of `rows_of_lane`, if they were known early
+        lane_rows: tuple[Int32, Int32] | None,  # from `rows_of_lane`, if it could be called early
         near: cute.Tensor | None,  # (2, experts) i32 in shared memory
         queue: "TileQueue | None",
     ) -> "TileScheduler":
@@ -114,7 +114,7 @@ class TileScheduler:
         return rank % self.config.cluster_m, rank // self.config.cluster_m
 
     def first(self) -> tuple[Int32, Int32, Int32]:
-        """Return (this cluster's first tile, the distance to its next one, all tiles).
+        """Return (this cluster's first tile, the distance to its next one, the number of tiles).
 
         In whole waves, clusters that get no tile start behind the last one.
         """
@@ -166,9 +166,9 @@ def _copy_rows(expert_rows: cute.Tensor, near: cute.Tensor, threads: int):
 class ExpertTiles:
     """The tiles of all experts in one linear order, looked up without a search.
 
-    `tile_m` rows and one of `n_tiles` columns belong to all CTAs of a cluster together. A cluster
-    never spans two experts. Where an expert has fewer row tiles than the cluster, the CTAs left
-    over get none.
+    A tile is that of a cluster here: `tile_m` rows and one of `n_tiles` column tiles for all its
+    CTAs together. A cluster never spans two experts. Where an expert has fewer row tiles than the
+    cluster, the CTAs left over get none.
 
     Lane e of every warp keeps expert e's first row, row count and tile range, from one warp scan. A
     lookup is then one ballot (how many experts end at or before this tile) and three shuffles. With
@@ -177,23 +177,22 @@ class ExpertTiles:
 
     Experts come in order. Within an expert row tiles run fastest, so that CTAs that work at the
     same time share weight tiles in L2. Each column starts one row tile later than the one before:
-    an expert's last row tile is often cheaper, and where the grid is a multiple of the row tiles
-    the same CTAs would get it each time.
+    an expert's row tiles differ in cost, and where the grid is a multiple of the row tiles the same
+    CTAs would get the cheap ones each time.
 
-    An expert's rows are divided among its row tiles evenly, in steps of `step` rows, the part of a
-    tile that one warpgroup computes. Of 7 steps in tiles of up to 3, tiles of 2, 2 and 3 leave no
-    warpgroup alone on a tile; 3, 3 and 1 would.
+    An expert's rows are divided among its row tiles evenly, in steps of `step` rows: the part of a
+    tile that one warpgroup computes, or a whole tile (`GemmConfig.row_step`). Of 7 steps in tiles
+    of up to 3, tiles of 2, 2 and 3 leave no warpgroup alone on a tile; 3, 3 and 1 would.
 
-    Every lane of a warp makes one, of what `rows_of_lane` gave for `expert_rows`, and calls
-    `locate`. `step` divides `tile_m`. Every tile but an expert's last has a multiple of `step`
-    rows.
+    Every lane of a warp makes one from `rows_of_lane(expert_rows)` and calls `locate`. `step`
+    divides `tile_m`. Every tile but an expert's last has a multiple of `step` rows.
     """
 
-    def __init__(self, rows, expert_rows, tile_m, n_tiles, step):
+    def __init__(self, lane_rows, expert_rows, tile_m, n_tiles, step):
         self.expert_rows = expert_rows
         self.experts = cute.size(expert_rows, mode=[1])
         self.tile_m, self.n_tiles, self.step = tile_m, n_tiles, step
-        row, count = rows
+        row, count = lane_rows
         tiles = _tiles_of(count, tile_m, n_tiles)
         if self.experts > WARP:
             tiles = _tiles_of_lane(expert_rows, tile_m, n_tiles)
@@ -319,7 +318,7 @@ def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32
 def inclusive_sum(value: Int32) -> Int32:
     """Return the sum of this lane's value and those of the lanes below.
 
-    The clamp, the lowest lane that may be read, is given: CuTe DSL 4.6 has 31 by default.
+    The clamp is the lowest lane that may be read. It must be 0: CuTe DSL 4.6 has 31 by default.
     """
     lane = cute.arch.lane_idx()
     for distance in (1, 2, 4, 8, 16):
@@ -389,8 +388,8 @@ class TileQueue:
         self.pipe.consumer_wait(state)
         linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
         cute.arch.sync_warp()
-        # The arrival must depend on the load (`linear >= 0`, which always holds), or it does not
-        # wait for it and the next number overwrites this one.
+        # The arrival must depend on the load (`linear >= 0`, which always holds), or it may come
+        # before the load, and the next number overwrites this one.
         if cute.arch.lane_idx() == 0 and linear >= 0:
             self.pipe.consumer_release(state)
         state.advance()

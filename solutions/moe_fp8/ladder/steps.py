@@ -1,8 +1,8 @@
 """The single kernels as functions of torch tensors: v1 to v4 call them one after the other.
 
-Each function launches one or two kernels on a GPU. On the CPU it calls the function with its name
-in `reference`, which defines the result. The functions import their kernels themselves, because
-these modules import the compiler, which the CPU does not need.
+Each step launches one or two kernels on a GPU. On the CPU it calls the function of the same name in
+`reference`, which defines the result. The steps import their kernels themselves: the kernels import
+the compiler, which the CPU does not need.
 """
 
 import functools
@@ -44,7 +44,7 @@ def layer(steps: Callable[[MoeInputs, torch.Tensor, MoeShape], None]) -> Callabl
     """
 
     @functools.wraps(steps)
-    @torch.inference_mode()  # no autograd bookkeeping: a sixth of the host time of torch's ops
+    @torch.inference_mode()  # autograd's bookkeeping is a sixth of the host time of torch's ops
     def run(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape = DEEPSEEK_V3) -> None:
         tokens = check_call(inputs, output, shape)
         architectures.has_kernels(output.device)  # raises for an unsupported GPU

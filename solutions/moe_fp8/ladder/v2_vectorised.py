@@ -1,8 +1,8 @@
 """v2, vectorised padding: the same GEMM and buffers, filled by a fixed number of torch operations.
 
 New, the places: the GPU computes the padded place of every row once (`padded_places`). Padding is
-one gather and one scatter per tensor (`padded`), unpadding one gather (`unpadded`). The row counts
-come to the host in one copy.
+one scatter per tensor (`padded`), behind a gather of the tokens; unpadding is one gather
+(`unpadded`). The row counts come to the host in one copy.
 
 Why: in v1 the host waits for the GPU once per expert and launches a few kernels per expert, most of
 them for a handful of rows. Both costs grow with the number of experts. In v2 neither does.

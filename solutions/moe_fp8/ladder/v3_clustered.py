@@ -54,7 +54,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     # 1. Route.
     rows = steps.route(inputs, shape, with_tokens=False)
     # The expert of each pair. Row -1 (no local expert) gets expert 0, whose shift is 0, and stays
-    # -1. Launched before the wait, or the host would only wait.
+    # -1. Must come before the wait, or the GPU idles while the host launches it.
     expert = torch.searchsorted(rows.m_indptr[1:], rows.pair_row, right=True)
     m_indptr = rows.m_indptr.tolist()  # the one wait of a call
     counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
@@ -73,7 +73,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     shifts = [start - flat for start, flat in zip(starts, m_indptr, strict=False)]
     on_host = torch.tensor([*starts, *ends, *shifts, num_rows], dtype=torch.int32)
-    table = on_host.to(rows.m_indptr.device, non_blocking=True)  # its last element: rows in use
+    table = on_host.to(rows.m_indptr.device, non_blocking=True)  # last element: rows, with padding
     expert_rows, shift = table[: 2 * len(counts)].view(2, -1), table[2 * len(counts) : -1]
     pair_row = shift.take(expert).add_(rows.pair_row)
 

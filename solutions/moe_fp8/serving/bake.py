@@ -37,7 +37,7 @@ NAMES = {
     "hidden": ("hidden_size",),
     "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 }
-"""The names that configurations have for a size, the first one that is there counts."""
+"""The names of each size in configurations. The first name that a configuration has counts."""
 SHARED = ("n_shared_experts", "num_shared_experts")
 ACTIVATION = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
 ENGINES = ("vllm", "sglang", "transformers")
@@ -60,7 +60,7 @@ EXCHANGES = {
     "deepep_normal": Exchange("sglang", False, torch.int64),
     "deepep_ll": Exchange("sglang", True),
 }
-"""By the engine's name of it."""
+"""The exchanges, by the engine's name."""
 
 
 class UsageError(Exception):
@@ -123,7 +123,7 @@ def download(name: str) -> Path:
     """Return the configuration of a model of the Hugging Face hub.
 
     Raises:
-        UsageError: it cannot be had.
+        UsageError: it cannot be downloaded.
     """
     try:
         from huggingface_hub import hf_hub_download
@@ -138,14 +138,14 @@ def read_model(name: str, config: Any) -> Model:
     """Return the model of a `config.json`.
 
     Raises:
-        ValueError: it has no experts, or such that no engine runs on the layer.
+        ValueError: it has no experts, or no engine runs its experts on the layer.
     """
     if not isinstance(config, dict):
         raise ValueError(f"expected an object, got {type(config).__name__}")
     text = config.get("text_config")
     outer = config
     if isinstance(text, dict) and not any(key in config for key in NAMES["experts"]):
-        config = text  # a model that sees images, too
+        config = text  # a model for text and images
     quantisation = outer.get("quantization_config") or config.get("quantization_config") or {}
     if why := why_not(quantisation):
         raise ValueError(why)
@@ -154,11 +154,11 @@ def read_model(name: str, config: Any) -> Model:
     if "swiglu_limits" in config:
         raise ValueError("swiglu_limits: expected one swiglu_limit for all layers")
     sizes = {}
-    for what, names in NAMES.items():
-        found = [config[key] for key in names if type(config.get(key)) is int]
-        if not found:
+    for size, names in NAMES.items():
+        values = [config[key] for key in names if type(config.get(key)) is int]
+        if not values:
             raise ValueError(f"no {' or '.join(names)}: expected a mixture of experts")
-        sizes[what] = found[0]
+        sizes[size] = values[0]
     shared = [config[key] for key in SHARED if type(config.get(key)) is int]
     activation = tuple((key, config[key]) for key in ACTIVATION if config.get(key))
     return Model(
@@ -221,7 +221,7 @@ def calls(
         model: its expert layers.
         engine: one of `ENGINES`.
         tensor_parallel: GPUs that share a layer.
-        expert_parallel: the GPUs, those of all `data_parallel` replicas, have whole experts.
+        expert_parallel: the GPUs of all replicas have whole experts.
         data_parallel: replicas, in vLLM.
         exchange: the exchange of tokens between ranks, one of `EXCHANGES`.
         accurate: two FP8 terms between the GEMMs.
@@ -248,10 +248,10 @@ def calls(
         firsts = (rank * width % BLOCK for rank in range(ranks // split))
         widths = {-(-(first + width) // BLOCK) * BLOCK for first in firsts}
     # SGLang decides by the model and the GPU whether it runs the shared experts with the others.
-    fused = {0, model.shared} if engine == "sglang" and exchange is None else {0}
+    shared_counts = {0, model.shared} if engine == "sglang" and exchange is None else {0}
     for local in sorted(locals_):
         for width in sorted(widths):
-            for shared in sorted(fused):
+            for shared in sorted(shared_counts):
                 yield call(
                     model, engine, local, width, shared, split > 1, accurate,
                     EXCHANGES[exchange] if exchange else None,
@@ -270,7 +270,7 @@ def call(
 ) -> Call:
     """Return the call of a layer with `local` of the model's and `shared` more experts."""
     number, local, top_k = model.experts + shared, local + shared, model.top_k + shared
-    # Beside weights by channel an exchange leaves tokens in bfloat16.
+    # If weights have a scale for each channel, an exchange leaves tokens in bfloat16.
     in_fp8 = exchange is not None and not model.per_channel
     x_type = torch.float8_e4m3fn if in_fp8 else torch.bfloat16
     weights = tuple(
@@ -303,14 +303,14 @@ def tensor(dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def kernels(of: Sequence[Call], architecture: Architecture, num_sms: int) -> list[Geometry]:
+def kernels(needed: Sequence[Call], architecture: Architecture, num_sms: int) -> list[Geometry]:
     """List the kernels of these calls with any number of tokens.
 
     Raises:
         UsageError: the kernels refuse a layer's sizes or its activation.
     """
     listed: dict[Geometry, None] = {}
-    for function, arguments, options in of:
+    for function, arguments, options in needed:
         try:
             layer, *_ = call_of(function, *arguments, **options)
         except ValueError as error:
@@ -336,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    cli = argparse.ArgumentParser(
         prog="python -m moe_fp8.prepare",
         description="Compile the kernels of a model's expert layers into a directory, for every "
         "number of tokens that an engine can schedule. No GPU is needed. An engine that starts "
@@ -344,45 +344,45 @@ def parser() -> argparse.ArgumentParser:
         "if root or that user made it.",
         epilog="exit status: 0 all kernels are there, 1 something failed, 2 usage or environment",
     )
-    made.add_argument(
+    cli.add_argument(
         "--model", required=True, metavar="DIR_OR_NAME",
         help=f"a model's directory or its {CONFIG}, a name of the Hugging Face hub (if "
         "huggingface_hub is installed), or one of "
         + ", ".join(sorted(directory.name for directory in MODELS.iterdir())),
     )  # fmt: skip
-    made.add_argument("--engine", choices=ENGINES, default="vllm", help="default: vllm")
-    made.add_argument(
+    cli.add_argument("--engine", choices=ENGINES, default="vllm", help="default: vllm")
+    cli.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N",
         help="GPUs that share a layer; default: 1",
     )  # fmt: skip
-    made.add_argument(
+    cli.add_argument(
         "--expert-parallel", action="store_true",
         help="the GPUs have whole experts instead of a part of each",
     )  # fmt: skip
-    made.add_argument(
+    cli.add_argument(
         "--data-parallel", type=positive, default=1, metavar="N",
         help="replicas that share the layers, in vLLM; default: 1",
     )  # fmt: skip
-    made.add_argument(
+    cli.add_argument(
         "--exchange", choices=EXCHANGES,
         help="the exchange of tokens with --expert-parallel: vLLM's all2all backend (default with "
         "--data-parallel: allgather_reducescatter), SGLang's DeepEP mode",
     )  # fmt: skip
-    made.add_argument("--accurate", action="store_true", help="two FP8 terms between the GEMMs")
-    made.add_argument(
+    cli.add_argument("--accurate", action="store_true", help="two FP8 terms between the GEMMs")
+    cli.add_argument(
         "--pad-shard", action="store_true",
         help="shards are widened by moe_fp8.pad_shard, in code of your own; no plugin does that",
     )  # fmt: skip
-    made.add_argument("--gpu", choices=GPUS, required=True, help="the kind of GPU, in its SXM form")
-    made.add_argument(
+    cli.add_argument("--gpu", choices=GPUS, required=True, help="the kind of GPU, in its SXM form")
+    cli.add_argument(
         "--multiprocessors", type=positive, metavar="N",
         help="multiprocessors of a GPU that has others, such as an H100 PCIe's 114",
     )  # fmt: skip
-    made.add_argument(
+    cli.add_argument(
         "--output", type=Path, required=True, metavar="DIR",
         help="the cache directory; kernels that it has are left alone",
     )  # fmt: skip
-    return made
+    return cli
 
 
 def positive(text: str) -> int:
@@ -427,7 +427,7 @@ def bake(args: argparse.Namespace) -> int:
     before, start = len(missing(needed)), time.monotonic()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # a kernel that cannot be kept
+            warnings.simplefilter("error", RuntimeWarning)  # a kernel that cannot be stored
             compile_all(needed)
     except Exception as error:  # of the compiler
         print(f"error: {in_words(error)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The whole layer on several GPUs: a rank has its share of the experts and its share of the tokens.
+"""The whole layer on several GPUs: each rank has some of the experts and some of the tokens.
 
 A token's parts are added in float32, in the order of the ranks. A reduce-scatter would move as many
 bytes, but add in bfloat16 and in an order of its own.
@@ -20,11 +20,11 @@ from ..reference import quantise_rows
 if TYPE_CHECKING:
     import deep_ep
 
-# torch 2.13 renamed it.
+# torch 2.13 renamed `all_gather_into_tensor`.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 DEEP_EP_BYTES = 32
-"""Divisor of a packed token's bytes: DeepEP copies each half of it in multiples of 16 bytes."""
+"""Divisor of a packed token's bytes: DeepEP copies each half of a token in 16-byte pieces."""
 
 Exchanged = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """The packed tokens that this rank computes, and a function that returns each token's part to the
@@ -266,7 +266,7 @@ def _packed(logits: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor) -> tor
     # Copies a single token's scales, too: they may have gaps.
     by_token = x_scale.t().clone(memory_format=torch.contiguous_format)
     parts = zip((logits, x, by_token), _widths(logits.shape[1], x.shape[1]), strict=True)
-    # View as bytes in one dimension: without a token, strides of two dimensions may be anything.
+    # View as bytes in one dimension: a matrix without tokens may have strides that `view` refuses.
     flat = [part.reshape(-1).view(torch.uint8).view(len(part), width) for part, width in parts]
     return torch.cat(flat, dim=1)
 

@@ -17,9 +17,9 @@ from ..call import BLOCK, described
 GROUP = 32
 """Values of a row that share a power of two."""
 HIGHEST = 6
-"""Exponent of the power of two that the group with the largest one is multiplied by."""
+"""The largest group exponent of a block becomes 6: 6 * 2^6 = 384 is below e4m3's 448."""
 SPAN = 14
-"""Exponents of a block's groups lie at most so far apart, or values are rounded."""
+"""Largest distance of the exponents of a block's groups without rounding: 6 - (-8)."""
 BIAS = 127
 NAN = 255
 LEAST_EXPONENT = -126
@@ -89,7 +89,7 @@ def compare(
 
 
 def _matrices(packed: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """Return the places of the matrices. One is re-encoded at once, to save memory."""
+    """Return the indices of the matrices. They are re-encoded one by one, to save memory."""
     return itertools.product(*map(range, packed.shape[:-2]))
 
 
@@ -168,17 +168,17 @@ class Rounding:
     ) -> None:
         """Compare a matrix with its FP8 weights `[N, K]` and the exponents of their scales."""
         n, _, k, *_ = matrix.blocks
-        of_block = (n, BLOCK, k, BLOCK)
-        values, given = matrix.values(exponents), weights.float()
-        # Tiny values become zero before they are rounded.
-        exact = (given == values) & ((values == 0) == (matrix.signed == 0))
-        wrong = ~exact.view(of_block).all(-1).all(1)
+        by_block = (n, BLOCK, k, BLOCK)
+        values, stored = matrix.values(exponents), weights.float()
+        # Compare zeros, too: a tiny value may be 0 in `values` already, by underflow in float32.
+        exact = (stored == values) & ((values == 0) == (matrix.signed == 0))
+        wrong = ~exact.view(by_block).all(-1).all(1)  # (N/128, K/128)
         if blocks := wrong.nonzero().tolist():
             if not self.blocks:
                 self.span = int(matrix.span()[tuple(blocks[0])])
             self.blocks += [(*place, *block) for block in blocks]
-            errors = (given - values).abs().view(of_block).amax((1, 3))
-            relative = errors / values.abs().view(of_block).amax((1, 3))
+            errors = (stored - values).abs().view(by_block).amax((1, 3))
+            relative = errors / values.abs().view(by_block).amax((1, 3))
             self.error = max(self.error, float(relative[wrong].max()))
 
     def text(self) -> str:

@@ -142,7 +142,7 @@ def overridden_otherwise(ours: type, theirs: type) -> list[str]:
 
 
 def why_not_here() -> str:
-    """Return why the kernels do not run on this machine, or "" if they run."""
+    """Return why the plugins serve no layer on this machine, or "" if they do."""
     if not on_hopper():
         return "no Hopper GPU"
     try:

@@ -4,9 +4,9 @@
 
     prepare(experts, ids, weights, x, w13, w13_scale, w2, w2_scale, tokens=8192)
 
-A kernel takes seconds to compile, and another number of tokens may need another kernel: six to nine
-kernels serve all numbers. As many processes as there are cores compile the kernels that are not on
-disk.
+A kernel takes seconds to compile, and another number of tokens may need another kernel: five to
+nine kernels serve all numbers. As many processes as there are cores compile the kernels that are
+not on disk.
 """
 
 import bisect
@@ -147,7 +147,7 @@ def compile_all(geometries: Sequence[Geometry]) -> int:
                 compiled = len(left)
                 if left:
                     in_processes(left)
-    for geometry in geometries:  # loads, and compiles if the processes failed
+    for geometry in geometries:  # loads, and compiles what is still missing
         compile_fused(*geometry)
     return compiled
 

@@ -174,7 +174,7 @@ def run_deepep(
 def run_low_latency(
     dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
 ) -> Any:
-    """Run the experts on tokens that DeepEP has sorted by expert. DeepEP weights the outputs."""
+    """Run the experts on tokens that DeepEP has sorted by expert. DeepEP applies the weights."""
     x, scale, ids, weights, counts, expected_m, *_ = dispatched
     options = {"x_scale": scale, "expected_m": max(1, expected_m), **options_of(config)}
     out = run_prepared(prepared, batched_experts, (x, counts, *expert_weights), options)
@@ -220,7 +220,7 @@ def options_of_experts(config: Any) -> dict[str, Any]:
 
 
 postponed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""SGLang's methods whose weights become FP8 only when they are loaded, with their configs."""
+"""SGLang's methods whose weights become FP8 only after loading, with their configs."""
 
 
 def create_moe_runner(
@@ -236,7 +236,7 @@ def create_moe_runner(
 def process_weights_after_loading(
     original: Any, method: Any, layer: Any, *more: Any, **named: Any
 ) -> Any:
-    """Wrap the method of this name: it may convert weights, such as FP4 to FP8, so choose now."""
+    """Wrap the method of this name. Make a postponed choice after it: it may convert FP4 to FP8."""
     loaded = packed_weights(layer)
     result = original(method, layer, *more, **named)
     if (config := postponed.pop(method, None)) is not None:
@@ -260,8 +260,8 @@ def packed_weights(layer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def why_rounded(
     layer: Any, config: Any, loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> str:
-    """Return which values SGLang rounded when it converted MXFP4 weights, or "" if it rounded none
-    or the user asks for rounding, which the log then says."""
+    """Return which values SGLang rounded when it converted MXFP4 weights. Return "" if it rounded
+    none, or if the user allows rounding: then log it."""
     for name, (packed, scales) in loaded.items():
         converted = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
         if rounded := compare(packed, scales.to(torch.float8_e8m0fnu), *converted):

@@ -86,7 +86,7 @@ def attach() -> list[str]:
         backend = oracle.Fp8MoeBackend.TRITON  # leaves the weights as loaded
         ours = Selection(theirs, init_logger(LOGGER), backend, vllm_experts)
         for module in [*sys.modules.values()]:
-            if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # None blocks an import
+            if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # a module may be None
                 setattr(module, SELECT, ours)
         if lacks_for_mxfp4 := lacking(NEEDED_FOR_MXFP4):
             names = ", ".join(lacks_for_mxfp4)

@@ -28,15 +28,15 @@ EXCHANGES = (
     "deepep_v2",
     "nixl_ep",
 )
-"""The exchanges between ranks that deliver tokens in the layout of these classes. MoonEP and
-passthrough deliver another layout; FlashInfer's were never tried."""
+"""The exchanges between ranks that deliver tokens in the layout of these classes. MoonEP delivers
+another layout, passthrough leaves the exchange to the experts; FlashInfer's were never tried."""
 
 
 class VllmExperts(mk.FusedMoEExpertsModular):
     """The experts after any routing by vLLM, on any rank.
 
-    Tokens arrive in bfloat16. Tokens from other ranks arrive in FP8 with scales `[T, H/128]` of any
-    strides.
+    Tokens arrive in bfloat16. Tokens that ranks exchange arrive in FP8, with scales `[T, H/128]`
+    whose rows or columns are contiguous, unless the weights have a scale for each channel.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return True  # `why_not` checks the device
+        return True  # `why_not_here` checks the device
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -143,7 +143,7 @@ class VllmBatchedExperts(VllmExperts):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        # With channels they would quantise a token with one scale.
+        # With channel scales these exchanges would quantise a token with one scale.
         return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
 
     @staticmethod

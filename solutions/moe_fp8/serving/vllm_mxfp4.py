@@ -25,11 +25,12 @@ from .plugins import (
 from .vllm_experts import choose, sizes
 
 METHODS = ("Mxfp4MoEMethod", "GptOssMxfp4MoEMethod")
-"""vLLM's classes that load MXFP4 experts and leave them as in the checkpoint until then."""
+"""vLLM's classes of MXFP4 experts. Their weights are as in the checkpoint until
+`process_weights_after_loading`."""
 
 
 def attach(say: Any, warn: Any) -> None:
-    """Let a layer of MXFP4 experts run on our kernels, if it is served and the user asks for it."""
+    """Let our kernels run layers of MXFP4 experts, if they are served and the user asks for it."""
     for name in METHODS:
         method = getattr(methods, name)
         theirs = method.process_weights_after_loading
@@ -37,7 +38,7 @@ def attach(say: Any, warn: Any) -> None:
 
 
 def wrap(theirs: Any, say: Any, warn: Any) -> Any:
-    """Return vLLM's `process_weights_after_loading` after ours."""
+    """Return a `process_weights_after_loading` that re-encodes a layer, or else calls vLLM's."""
 
     @functools.wraps(theirs)
     def process_weights_after_loading(self: Any, layer: Any) -> None:
