@@ -401,8 +401,8 @@ def _make_blob(spec: WorkloadSpec, path: Path) -> str:
     from safetensors.torch import save
 
     if path.is_file():
-        found, foreign = read_blob(path)
-        if found == spec.sha256:
+        old_digest, foreign = read_blob(path)
+        if old_digest == spec.sha256:
             return "up to date"
         if foreign:
             return "kept: not written by this program"

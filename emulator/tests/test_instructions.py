@@ -221,8 +221,8 @@ def test_rounding_to_the_nearest_even(convert, dtype, largest, much, nan):
 
     below, above = codes[codes < largest], codes[codes < largest] + 1
     middle = value(below) / 2 + value(above) / 2
-    beside = [torch.nextafter(middle, torch.tensor(end)) for end in (0.0, math.inf)]
-    x = torch.cat([value(codes), middle, *beside, torch.tensor([math.inf, 3.4e38])])
+    neighbours = [torch.nextafter(middle, torch.tensor(end)) for end in (0.0, math.inf)]
+    x = torch.cat([value(codes), middle, *neighbours, torch.tensor([math.inf, 3.4e38])])
     wanted = torch.cat([codes, below + below % 2, below, above, torch.tensor([much, much])])
     x = torch.cat([x, -x, torch.tensor([math.nan])])
     sign = 1 << 8 * dtype.itemsize - 1

@@ -71,20 +71,20 @@ def test_what_is_large_takes_no_memory_until_it_is_touched():
     assert not torch.empty(noise.MOST + 4096, dtype=torch.uint8)[-4096:].any()
 
 
-@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
-                                 {"pre_dispatch": True}], ids=str)  # fmt: skip
-def test_a_tracer_sees_what_was_called(how):
-    """Its tensors have no memory, and filling is nothing that it records."""
+@pytest.mark.parametrize("options", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"},
+                                     {"pre_dispatch": True}], ids=str)  # fmt: skip
+def test_a_tracer_sees_what_was_called(options):
+    """A tracer's tensors have no memory, and it does not record that they are filled."""
 
-    def made(x: torch.Tensor) -> torch.Tensor:
+    def allocate(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x) + x.new_empty(3)
 
-    traced = make_fx(made, **how)(torch.zeros(3))
+    traced = make_fx(allocate, **options)(torch.zeros(3))
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
     assert called == ["aten.empty_like.default", "aten.new_empty.default", "aten.add.Tensor"]
-    held = set(ranges)
-    make_fx(lambda x: x.cuda() + torch.empty(3, device="cuda"), **how)(torch.zeros(3))
-    assert set(ranges) == held, "none at address 0"
+    before = set(ranges)
+    make_fx(lambda x: x.cuda() + torch.empty(3, device="cuda"), **options)(torch.zeros(3))
+    assert set(ranges) == before, "none at address 0"
 
 
 def test_a_transform_s_tensors_have_no_memory():

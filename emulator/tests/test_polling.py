@@ -34,18 +34,18 @@ TOP = ".shared .align 8 .b8 bar[8]; .shared .align 128 .b8 tile[128];"
 
 @pytest.mark.parametrize("dependents", DEPENDENTS)
 @pytest.mark.parametrize(
-    "how",
+    "instruction",
     ["ld.acquire.gpu.global.u32 %r6, [%rd3];", "atom.acquire.gpu.global.or.b32 %r6, [%rd3], 0;"],
     ids=["ld", "atom"],
 )
-def test_dependents_give_way_to_what_they_wait_for(how, mode, dependents, emulator):
+def test_dependents_give_way_to_what_they_wait_for(instruction, mode, dependents, emulator):
     """All CTAs of a GPU poll. The number of instructions shows the time that polling takes."""
     emulator.options.dependents, emulator.options.max_instructions = dependents, 60_000
     x = zeros(32) + 6
     data, out, count = zeros(32 * CTAS), zeros(32 * CTAS), zeros(1)
     with in_flight():
         run(kernel("u64 x, u64 data, u64 count", MAKE, TOP), x, data, count, ctas=CTAS)
-        use = kernel("u64 data, u64 count, u64 out", USE.replace("HOW", how))
+        use = kernel("u64 data, u64 count, u64 out", USE.replace("HOW", instruction))
         run(use, data, count, out, ctas=CTAS, programmatic=True)
     assert (out == 7).all()
     assert [report.hazards for report in emulator.reports] == [[], []]

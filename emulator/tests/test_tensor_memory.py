@@ -165,7 +165,7 @@ def test_a_cta_ends_while_an_mma_is_in_flight(mode):
 
 
 def test_a_pair_s_allocation_is_one():
-    """The pair's MMAs need no other barrier after it, for the tensor memory of both CTAs."""
+    """The allocation is for both CTAs: the pair's MMAs need no further barrier after it."""
     barrier = "barrier.cluster.arrive; barrier.cluster.wait;"
     setup = SETUP.replace("@!%p0 bra ALLOCATED;", f"{barrier} @!%p0 bra ALLOCATED;")
     body = f"""
@@ -177,6 +177,6 @@ GIVEN_BACK:
     """
     text = kernel("u64 x", body.replace("cta_group::1", "cta_group::2"), TOP, target="sm_100a")
     assert not run(text, zeros(1), threads=64, ctas=2, cluster=(2, 1, 1)).hazards
-    apart = text.replace(f"{barrier} @!%p0", "@!%p0")
-    report = run(apart, zeros(1), threads=64, ctas=2, cluster=(2, 1, 1))
+    without_barriers = text.replace(f"{barrier} @!%p0", "@!%p0")
+    report = run(without_barriers, zeros(1), threads=64, ctas=2, cluster=(2, 1, 1))
     assert "cta-not-started" in report.hazard_kinds()

@@ -168,7 +168,7 @@ SHARED = replace(
 )
 """The layer that engines call when they fuse the shared expert: the last expert gets every token,
 with a weight of 1. No grouped routing chooses like this, so the layer is in no data set, and its
-logits are made for given experts (`measure.cases.SharedProblems`)."""
+logits are made for given experts (`measuring.cases.SharedProblems`)."""
 MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
 """Layers of docs/models.md, which a record measures at these token counts."""
 DEFINITIONS = {definition.name: definition for definition in MOE}

@@ -7,7 +7,7 @@ GPU. Every solution is called once, with inputs that it cannot change for others
 The emulator must be installed before the DSL is imported, so kernels run in processes of their own.
 These start first and live as long as the run. While they emulate, this process evaluates the
 reference models of the next workloads. Nothing is computed twice: the workloads share their weights
-(dataset.Inputs), reference models their products, and kernels are compiled once.
+(`cases.Inputs`), reference models their products, and kernels are compiled once.
 """
 
 import contextlib

@@ -328,8 +328,8 @@ def measure_bits(
         if "error" in results:
             writer.add(case, solution.name, **source, **results)
             continue
-        for part, found in results.items():
-            writer.add(case, solution.name, **source, part=part, **found)
+        for part, counts in results.items():
+            writer.add(case, solution.name, **source, part=part, **counts)
 
 
 # --- the roofline -------------------------------------------------------------------------------

@@ -553,7 +553,7 @@ def publish(check: bool, instead: Path | None = None) -> list[str]:
     def read_once(named: str) -> Recorded:
         return read(instead if instead and named == usual else ROOT / named)
 
-    def made(mark: re.Match[str]) -> str:
+    def replacement(mark: re.Match[str]) -> str:
         nonlocal recorded
         if mark["record"]:
             recorded = read_once(mark["record"])
@@ -571,7 +571,7 @@ def publish(check: bool, instead: Path | None = None) -> list[str]:
 
     for page in PAGES:
         recorded = None
-        text = MARK.sub(made, page.read_text(encoding="utf-8"))
+        text = MARK.sub(replacement, page.read_text(encoding="utf-8"))
         if not check:
             program.write_file(page, text)
     if not check:

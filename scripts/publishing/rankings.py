@@ -416,9 +416,9 @@ def say_device(ranking: Ranking) -> str:
     usual, *others = sorted(
         by_method.index, key=lambda method: (-len(by_method[method]), method)
     ) or [""]
-    said = {method: METHODS.get(method, method or "unknown method") for method in by_method.index}
-    methods = said.get(usual, "unknown method")
-    methods += "".join(f"; {', '.join(sorted(by_method[m]))}: {said[m]}" for m in others)
+    texts = {method: METHODS.get(method, method or "unknown method") for method in by_method.index}
+    methods = texts.get(usual, "unknown method")
+    methods += "".join(f"; {', '.join(sorted(by_method[m]))}: {texts[m]}" for m in others)
     return f"on the GPU alone ({methods}). (n): only n workloads timed."
 
 

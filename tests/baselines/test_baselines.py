@@ -272,14 +272,14 @@ def test_the_installed_package_takes_what_a_baseline_passes(path, function):
 
 
 def test_the_installed_kernels_want_16_rows_shuffled():
-    """The order of the rows follows from the rows of the epilogue: 32 in turns for 128 of them."""
+    """An epilogue of 64 rows wants groups of 16 rows shuffled; one of 128 rows, groups of 32."""
     configs = installed("flashinfer/prims_ts/moe/prims_ts_moe_configs.json")
-    found = json.loads(configs.read_text("utf-8"))
+    contents = json.loads(configs.read_text("utf-8"))
     template = "BatchedGemmDeepSeekFp8LowLatency"
-    assert found["templates"][template]["use_deepseek_fp8"] is True
-    assert found["templates"][template]["epi_tile_m"] == 64
-    others = [c for c in found["configs"] if c.get("use_deepseek_fp8")]
-    own = [c for c in found["configs"] if c["_template"] == template]
+    assert contents["templates"][template]["use_deepseek_fp8"] is True
+    assert contents["templates"][template]["epi_tile_m"] == 64
+    others = [c for c in contents["configs"] if c.get("use_deepseek_fp8")]
+    own = [c for c in contents["configs"] if c["_template"] == template]
     assert len(own) == 2 and not others and not any("epi_tile_m" in str(c) for c in own)
 
 

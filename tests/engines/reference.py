@@ -45,18 +45,20 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def layer(
     x: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
-    of: Weights,
+    topk_weights: torch.Tensor,
+    weights: Weights,
     activation: Activation = swiglu,
 ) -> torch.Tensor:
     """Compute the layer of bfloat16 tokens `[T, H]`, which are quantised, and local ids `[T, K]`,
     -1 for an expert elsewhere."""
     q, scale = quantise_rows(x)
     tokens = q.double() * scale.t().repeat_interleave(BLOCK, 1)
-    w13, w2 = wide(of.w13, of.w13_scale), wide(of.w2, of.w2_scale)
+    w13, w2 = wide(weights.w13, weights.w13_scale), wide(weights.w2, weights.w2_scale)
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (chosen, given) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
-        for expert, weight in zip(chosen, given, strict=True):
+    for token, (chosen, chosen_weights) in enumerate(
+        zip(ids.tolist(), topk_weights.tolist(), strict=True)
+    ):
+        for expert, weight in zip(chosen, chosen_weights, strict=True):
             if expert >= 0:
                 gate, up = (w13[expert] @ tokens[token]).chunk(2)
                 out[token] += weight * (w2[expert] @ activation(gate, up))

@@ -52,14 +52,14 @@ def with_fp8_experts(model: torch.nn.Module) -> torch.nn.Module:
 
 def module(implementation: str = "moe_fp8", **options) -> tuple[torch.nn.Module, Weights]:
     """Return an `FP8Experts` module as a model has it, and its weights."""
-    made = config(experts_implementation=implementation)
+    model_config = config(experts_implementation=implementation)
     for name, value in options.items():
-        setattr(made, name, value)
+        setattr(model_config, name, value)
     model = torch.nn.Module()
-    model.config, model.experts = made, torch.nn.Module()
+    model.config, model.experts = model_config, torch.nn.Module()
     holder = torch.nn.Module()
     holder.layer = model
-    holder.config = made
+    holder.config = model_config
     fp8.replace_with_fp8_linear(holder, None, BLOCKS)
     experts, weights = holder.layer.experts, Weights(E, H, WIDTH)
     for name, value in (
@@ -154,7 +154,7 @@ def laid_out(folder: Path, kernels: ModuleType) -> Path:
 
 
 def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypatch):
-    """As docs/engines.md says. The kernel is a module of its own."""
+    """Load the kernel as docs/engines.md describes. It is a module separate from the package."""
     kernels = pytest.importorskip("kernels")
     if not kernels.__file__:  # a folder of that name, such as tests/kernels
         pytest.skip("the library is not installed")
@@ -171,8 +171,8 @@ def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypat
         model.set_experts_implementation("moe_fp8")
         expected = model(prompt).logits
         importlib.import_module(f"{kernel.__name__}.serving.huggingface")
-        found = huggingface.ALL_FP8_EXPERTS_FUNCTIONS["moe_fp8"]
-        assert found.func.__module__ == "_moe_fp8_cpu.serving.huggingface"
+        loaded = huggingface.ALL_FP8_EXPERTS_FUNCTIONS["moe_fp8"]
+        assert loaded.func.__module__ == "_moe_fp8_cpu.serving.huggingface"
         model.set_experts_implementation("moe_fp8")
         assert torch.equal(model(prompt).logits, expected)
     for name in huggingface.NAMES:

@@ -100,14 +100,14 @@ def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
     for definition in MOE:
         sources.write_packed(build=False, definition=definition)
-    found = validate(tmp_path, "layout,definition,solution")
-    assert found == {
-        of.name: {
+    report = validate(tmp_path, "layout,definition,solution")
+    assert report == {
+        definition.name: {
             "layout": ("ok", []),
             "definition": ("ok", []),
-            "solution": ("ok", [f"{len(sources.generations(definition=of))} solutions"]),
+            "solution": ("ok", [f"{len(sources.generations(definition=definition))} solutions"]),
         }
-        for of in MOE
+        for definition in MOE
     }
 
 
@@ -119,9 +119,9 @@ def test_the_tree_of_a_pull_request_has_a_ranking(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "peer", tree, dirs_exist_ok=True)
     for folder in ("definitions", "workloads"):
         shutil.copytree(ROOT / folder, tree / folder)
-    found = validate(tree, "solution,trace,baseline")[DEFAULT.name]
-    assert {status for status, _ in found.values()} == {"ok"}
-    assert found["baseline"][1] == [
+    report = validate(tree, "solution,trace,baseline")[DEFAULT.name]
+    assert {status for status, _ in report.values()} == {"ok"}
+    assert report["baseline"][1] == [
         f"solution: {peer}",
         "trace: all passed",
         "trace: 19/19 workloads",

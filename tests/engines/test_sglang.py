@@ -100,39 +100,40 @@ def local_ids(experts: int = E, top_k: int = K) -> torch.Tensor:
     return mapping[ids]
 
 
-def wanted(given: StandardDispatchOutput, of: Weights, factor: float) -> torch.Tensor:
-    weights, ids, _ = given.topk_output
-    return factor * layer(given.hidden_states, ids, weights, of)
+def wanted(dispatched: StandardDispatchOutput, weights: Weights, factor: float) -> torch.Tensor:
+    topk_weights, ids, _ = dispatched.topk_output
+    return factor * layer(dispatched.hidden_states, ids, topk_weights, weights)
 
 
 @pytest.mark.parametrize("factor", [2.5, None])
 def test_the_runner(factor, registered):
-    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
     runner = MoeRunner(
         moe_utils.resolve_moe_runner_backend(plugin.BACKEND),
         config_of(routed_scaling_factor=factor),
     )
     info = TritonMoeQuantInfo(
-        w13_weight=of.w13, w2_weight=of.w2, use_fp8_w8a8=True, w13_scale=of.w13_scale,
-        w2_scale=of.w2_scale, block_shape=[128, 128],
+        w13_weight=weights.w13, w2_weight=weights.w2, use_fp8_w8a8=True,
+        w13_scale=weights.w13_scale, w2_scale=weights.w2_scale, block_shape=[128, 128],
     )  # fmt: skip
-    out = runner.run(given, info).hidden_states
-    reference = wanted(given, of, factor or 1.0)
+    out = runner.run(dispatched, info).hidden_states
+    reference = wanted(dispatched, weights, factor or 1.0)
     assert out.dtype == torch.bfloat16 and calc_diff(out, reference) < 1e-3
-    none = (given.topk_output.topk_ids < 0).all(dim=1)
+    none = (dispatched.topk_output.topk_ids < 0).all(dim=1)
     assert none.any() and torch.equal((out == 0).all(dim=1), none)
 
 
-def method_and_layer(of: Weights) -> tuple[Fp8MoEMethod, torch.nn.Module]:
-    """SGLang's method without what it asks of a GPU when it is made, and a loaded layer."""
+def method_and_layer(weights: Weights) -> tuple[Fp8MoEMethod, torch.nn.Module]:
+    """Return SGLang's method, built without `__init__`, which needs a GPU, and a loaded layer."""
     method = Fp8MoEMethod.__new__(Fp8MoEMethod)
     method.quant_config, method.block_quant = BLOCKS, True
     method.weight_block_size, method.use_mxfp8 = [128, 128], False
     method.is_fp4_expert, method.runner = False, None
     module = torch.nn.Module()
     for name, value in {
-        "w13_weight": of.w13, "w2_weight": of.w2, "w13_weight_scale_inv": of.w13_scale,
-        "w2_weight_scale_inv": of.w2_scale, "w13_input_scale": None, "w2_input_scale": None,
+        "w13_weight": weights.w13, "w2_weight": weights.w2,
+        "w13_weight_scale_inv": weights.w13_scale, "w2_weight_scale_inv": weights.w2_scale,
+        "w13_input_scale": None, "w2_input_scale": None,
     }.items():  # fmt: skip
         setattr(module, name, value)
     return method, module
@@ -140,21 +141,21 @@ def method_and_layer(of: Weights) -> tuple[Fp8MoEMethod, torch.nn.Module]:
 
 def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
     """Ids in int64 and weights in bfloat16: the kernels that were prepared serve them, too."""
-    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
-    weights, ids, logits = given.topk_output
-    other = StandardTopKOutput(weights.bfloat16(), ids.long(), logits)
+    weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    topk_weights, ids, logits = dispatched.topk_output
+    other = StandardTopKOutput(topk_weights.bfloat16(), ids.long(), logits)
     types = []
 
-    def noted(ids, weights, *arguments, **options):
-        types.append((ids.dtype, weights.dtype))
-        return own_experts(ids, weights, *arguments, **options)
+    def noted(ids, topk_weights, *arguments, **options):
+        types.append((ids.dtype, topk_weights.dtype))
+        return own_experts(ids, topk_weights, *arguments, **options)
 
     monkeypatch.setattr(plugin, "experts", noted)
-    call = of.w13, of.w13_scale, of.w2, of.w2_scale
-    other_given = given._replace(topk_output=other)
-    out = plugin.run_standard(other_given, call, config_of(), set(), StandardCombineInput)
+    call = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+    other_dispatched = dispatched._replace(topk_output=other)
+    out = plugin.run_standard(other_dispatched, call, config_of(), set(), StandardCombineInput)
     assert types == [(torch.int32, torch.float32)]
-    reference = wanted(given._replace(topk_output=other._replace(topk_ids=ids)), of, 2.5)
+    reference = wanted(dispatched._replace(topk_output=other._replace(topk_ids=ids)), weights, 2.5)
     assert calc_diff(out.hidden_states, reference) < 1e-3
 
 
@@ -162,25 +163,27 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
     ("experts", "top_k"), [(LOCAL, K), (257, 9)], ids=["a rank's", "with a shared one"]
 )
 def test_the_method_runs_it(experts, top_k, registered, caplog):
-    of = Weights(experts, H, WIDTH) if experts == LOCAL else Weights(experts, 128, 128)
-    method, module = method_and_layer(of)
+    weights = Weights(experts, H, WIDTH) if experts == LOCAL else Weights(experts, 128, 128)
+    method, module = method_and_layer(weights)
     config = config_of(num_experts=max(E, experts), top_k=top_k)
     with caplog.at_level(logging.INFO, plugin.__name__):
         for _ in range(2):
             method.create_moe_runner(module, config)
     of_layers = f"of {experts} of {max(E, experts)} experts, top {top_k}, "
     assert caplog.text.count("moe_fp8 serves layers") == 1 and of_layers in caplog.text
-    given = tokens(local_ids())
+    dispatched = tokens(local_ids())
     if experts == 257:
         shared = torch.full((33, 1), 256)
         ids = torch.cat([local_ids(256), shared], dim=1).int()
-        given = tokens(ids)._replace(hidden_states=given.hidden_states[:, :128].contiguous())
-    out = method.apply(module, given).hidden_states
-    assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
+        dispatched = tokens(ids)._replace(
+            hidden_states=dispatched.hidden_states[:, :128].contiguous()
+        )
+    out = method.apply(module, dispatched).hidden_states
+    assert calc_diff(out, wanted(dispatched, weights, 2.5)) < 1e-3
 
 
-def of_channels(of: Weights, kind: type, strategy: str = "channel"):
-    """SGLang's method for scales of channels, and a loaded layer."""
+def of_channels(weights: Weights, kind: type, strategy: str = "channel"):
+    """Return SGLang's method for scales of channels, and a loaded layer."""
     method = kind.__new__(kind)
     if kind is CompressedTensorsW8A8Fp8MoE:
         method.weight_quant = SimpleNamespace(strategy=strategy)
@@ -189,8 +192,8 @@ def of_channels(of: Weights, kind: type, strategy: str = "channel"):
         method.quant_config = SimpleNamespace()
     module = torch.nn.Module()
     for name, value in {
-        "w13_weight": of.w13, "w2_weight": of.w2, "w13_weight_scale": of.w13_scale,
-        "w2_weight_scale": of.w2_scale, "w13_input_scale": None, "w2_input_scale": None,
+        "w13_weight": weights.w13, "w2_weight": weights.w2, "w13_weight_scale": weights.w13_scale,
+        "w2_weight_scale": weights.w2_scale, "w13_input_scale": None, "w2_input_scale": None,
     }.items():  # fmt: skip
         setattr(module, name, value)
     return method, module
@@ -198,17 +201,17 @@ def of_channels(of: Weights, kind: type, strategy: str = "channel"):
 
 @pytest.mark.parametrize("kind", [CompressedTensorsW8A8Fp8MoE, W8A8FP8MoEMethod])
 def test_scales_of_channels(kind, registered, monkeypatch, caplog):
-    of, given = Weights(LOCAL, H, WIDTH, per_channel=True), tokens(local_ids())
-    method, module = of_channels(of, kind)
+    weights, dispatched = Weights(LOCAL, H, WIDTH, per_channel=True), tokens(local_ids())
+    method, module = of_channels(weights, kind)
     prepared: list[tuple] = []
     monkeypatch.setattr(plugin, "prepare", lambda *call, **_: prepared.append(call))
     with caplog.at_level(logging.INFO, plugin.__name__), monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
         method.create_moe_runner(module, config_of())
     assert "moe_fp8 serves layers of 16 of 64 experts" in caplog.text
-    assert prepared[0][5] is of.w13_scale and prepared[0][7] is of.w2_scale
+    assert prepared[0][5] is weights.w13_scale and prepared[0][7] is weights.w2_scale
     run = getattr(method, "apply_weights", None) or method.apply
-    assert calc_diff(run(module, given).hidden_states, wanted(given, of, 2.5)) < 1e-3
+    assert calc_diff(run(module, dispatched).hidden_states, wanted(dispatched, weights, 2.5)) < 1e-3
     monkeypatch.setattr(moe_utils.get_flags().moe, "a2a_backend", moe_utils.MoeA2ABackend.DEEPEP)
     monkeypatch.setattr(moe_utils.get_flags().moe, "sbo_enabled", False)
     method.create_moe_runner(module, config_of())
@@ -217,9 +220,9 @@ def test_scales_of_channels(kind, registered, monkeypatch, caplog):
 
 
 def test_a_scale_of_a_tensor_is_not_served(registered, caplog):
-    of = Weights(LOCAL, H, WIDTH, per_channel=True)
-    of.w13_scale, of.w2_scale = torch.ones(LOCAL), torch.ones(LOCAL)
-    method, module = of_channels(of, CompressedTensorsW8A8Fp8MoE, "tensor")
+    weights = Weights(LOCAL, H, WIDTH, per_channel=True)
+    weights.w13_scale, weights.w2_scale = torch.ones(LOCAL), torch.ones(LOCAL)
+    method, module = of_channels(weights, CompressedTensorsW8A8Fp8MoE, "tensor")
     method.create_moe_runner(module, config_of())
     assert "weights with a scale for None" in caplog.text
     assert method.runner.runner_backend.is_triton()
@@ -241,13 +244,15 @@ def clamped_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 )
 def test_a_limit_is_that_of_sglangs_own_activation(changes, activation, registered):
     """A limit of .5 clamps a third of these gates and ups."""
-    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
-    method, module = method_and_layer(of)
+    weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    method, module = method_and_layer(weights)
     method.create_moe_runner(module, config_of(**changes))
-    out = method.apply(module, given).hidden_states
-    weights, ids, _ = given.topk_output
-    reference = 2.5 * layer(given.hidden_states, ids, weights, of, activation)
-    assert calc_diff(out, reference) < 1e-3 and calc_diff(out, wanted(given, of, 2.5)) > 1e-2
+    out = method.apply(module, dispatched).hidden_states
+    topk_weights, ids, _ = dispatched.topk_output
+    reference = 2.5 * layer(dispatched.hidden_states, ids, topk_weights, weights, activation)
+    assert (
+        calc_diff(out, reference) < 1e-3 and calc_diff(out, wanted(dispatched, weights, 2.5)) > 1e-2
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,8 +281,8 @@ def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
 
 @pytest.mark.parametrize("lora", [{"enable_lora": True}, {"lora_paths": ["a"]}, {}])
 def test_a_layer_that_will_get_adapters_keeps_its_runner(lora, registered, monkeypatch):
-    given = SimpleNamespace(**{"enable_lora": None, "lora_paths": None} | lora)
-    monkeypatch.setattr(runtime_context, "get_lora", lambda: given)
+    lora_config = SimpleNamespace(**{"enable_lora": None, "lora_paths": None} | lora)
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: lora_config)
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     method.create_moe_runner(module, config_of())
     assert method.runner.runner_backend.is_triton() == bool(lora)
@@ -289,10 +294,10 @@ def by_deepep(registered, monkeypatch):
     flags = moe_utils.get_flags().moe
     monkeypatch.setattr(flags, "a2a_backend", moe_utils.MoeA2ABackend.DEEPEP)
     monkeypatch.setattr(flags, "sbo_enabled", False)
-    of = Weights(LOCAL, H, WIDTH)
-    method, module = method_and_layer(of)
+    weights = Weights(LOCAL, H, WIDTH)
+    method, module = method_and_layer(weights)
     method.create_moe_runner(module, config_of())
-    return of, method, module
+    return weights, method, module
 
 
 def made_for(exchange: str) -> set[Any]:
@@ -305,37 +310,37 @@ def made_for(exchange: str) -> set[Any]:
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch):
     """DeepEP's low-latency mode applies the weights in its combine: no factor and no sum here."""
-    of, method, module = by_deepep
+    weights, method, module = by_deepep
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(LOCAL, 12, H, generator=generator).bfloat16()
     counts = torch.randint(0, 13, (LOCAL,), generator=generator).int()
-    ids, weights = torch.zeros(5, K).long(), torch.rand(5, K)
-    given, scale = x, None
+    ids, topk_weights = torch.zeros(5, K).long(), torch.rand(5, K)
+    hidden_states, scale = x, None
     if fp8:
-        given, scale = quantise_rows(x.view(-1, H))
-        given, scale = given.view(x.shape), scale.t().reshape(LOCAL, 12, -1)
+        hidden_states, scale = quantise_rows(x.view(-1, H))
+        hidden_states, scale = hidden_states.view(x.shape), scale.t().reshape(LOCAL, 12, -1)
         scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
-    arrived = deepep.DeepEPLLDispatchOutput(given, scale, ids, weights, counts, 6)
+    arrived = deepep.DeepEPLLDispatchOutput(hidden_states, scale, ids, topk_weights, counts, 6)
     prepared = []
     monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
     out = [method.apply(module, arrived) for _ in range(2)][1]
     assert isinstance(out, deepep.DeepEPLLCombineInput)
-    assert out.topk_ids is ids and out.topk_weights is weights
+    assert out.topk_ids is ids and out.topk_weights is topk_weights
     ((call, kwargs),) = prepared
     assert call[0] is plugin.batched_experts and kwargs["expected_m"] == 6
     assert not fp8 or kernels_of(*call, **kwargs) == made_for("deepep_ll")
     for expert, count in enumerate(counts.tolist()):
         of_expert = torch.full((count, 1), expert)
-        reference = layer(x[expert, :count], of_expert, torch.ones(count, 1), of)
+        reference = layer(x[expert, :count], of_expert, torch.ones(count, 1), weights)
         assert not count or calc_diff(out.hidden_states[expert, :count], reference) < 1e-3
 
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
     """DeepEP's normal mode takes this rank's part of each token's sum; there may be no tokens."""
-    of, method, module = by_deepep
-    given = tokens(local_ids())
-    weights, ids, _ = given.topk_output
+    weights, method, module = by_deepep
+    dispatched = tokens(local_ids())
+    topk_weights, ids, _ = dispatched.topk_output
     ids = ids.long()
     prepared, asked = [], []
 
@@ -345,15 +350,15 @@ def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
 
     monkeypatch.setattr(plugin, "prepare", prepare)
     for count in (0, 33, 33):
-        x, scale = given.hidden_states[:count], None
+        x, scale = dispatched.hidden_states[:count], None
         if fp8:
             x, scale = quantise_rows(x)
             scale = scale.t().contiguous()
-        arrived = deepep.DeepEPNormalDispatchOutput(x, scale, ids[:count], weights[:count], [])
+        arrived = deepep.DeepEPNormalDispatchOutput(x, scale, ids[:count], topk_weights[:count], [])
         out = method.apply(module, arrived)
         assert isinstance(out, deepep.DeepEPNormalCombineInput)
         assert prepared == [plugin.experts] * (count > 0), "once, and by tokens"
-    assert calc_diff(out.hidden_states, wanted(given, of, 1.0)) < 1e-3
+    assert calc_diff(out.hidden_states, wanted(dispatched, weights, 1.0)) < 1e-3
     assert not fp8 or asked == [made_for("deepep_normal")]
 
 
@@ -421,9 +426,10 @@ def in_fp4(registered):
 
 @pytest.mark.parametrize("converted", [True, False])
 def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
-    """SGLANG_DSV4_FP4_DEQUANT: as SGLang converts them, which then decides."""
+    """SGLang converts FP4 weights after loading, if SGLANG_DSV4_FP4_DEQUANT is set. Only then the
+    plugin decides whether it serves the layer."""
     method, module = in_fp4(converted)
-    of = Weights.__new__(Weights)
+    weights = Weights.__new__(Weights)
     method.create_moe_runner(module, config_of())
     assert not caplog.records and method.runner.runner_backend.is_triton()
     with caplog.at_level(logging.INFO, plugin.__name__):
@@ -432,11 +438,11 @@ def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
     assert caplog.text.count("moe_fp8 serves layers") == converted
     assert caplog.text.count("weights of torch.int8 (SGLANG_DSV4_FP4_DEQUANT=1") == (not converted)
     if converted:
-        of.w13, of.w13_scale = module.w13_weight.data, module.w13_weight_scale_inv.data
-        of.w2, of.w2_scale = module.w2_weight.data, module.w2_weight_scale_inv.data
-        given = tokens(local_ids())
-        out = method.apply(module, given).hidden_states
-        assert calc_diff(out, wanted(given, of, 2.5)) < 1e-3
+        weights.w13, weights.w13_scale = module.w13_weight.data, module.w13_weight_scale_inv.data
+        weights.w2, weights.w2_scale = module.w2_weight.data, module.w2_weight_scale_inv.data
+        dispatched = tokens(local_ids())
+        out = method.apply(module, dispatched).hidden_states
+        assert calc_diff(out, wanted(dispatched, weights, 2.5)) < 1e-3
 
 
 @pytest.mark.parametrize("asked", ["", "lossy"])
@@ -471,23 +477,23 @@ def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
 
 
 def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
-    of, given = Weights(LOCAL, H, WIDTH), tokens(local_ids())
-    method, module = method_and_layer(of)
+    weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
+    method, module = method_and_layer(weights)
     method.create_moe_runner(module, config_of())
-    fast = method.apply(module, given).hidden_states
+    fast = method.apply(module, dispatched).hidden_states
     monkeypatch.setenv(plugins.SGLANG, "accurate")
-    found = method.apply(module, given).hidden_states
-    reference = wanted(given, of, 2.5)
-    assert calc_diff(found, reference) < 1e-5 < calc_diff(fast, reference)
+    accurate = method.apply(module, dispatched).hidden_states
+    reference = wanted(dispatched, weights, 2.5)
+    assert calc_diff(accurate, reference) < 1e-5 < calc_diff(fast, reference)
 
 
 @pytest.mark.parametrize("shared", [0, 1])
 def test_kernels_are_prepared_for_the_calls_to_come(shared, registered, monkeypatch):
-    """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU. The kernels are those
-    that the command makes, which does not know whether SGLang runs the shared expert with us."""
-    of, prepared = Weights(LOCAL + shared, H, WIDTH), []
+    """`prepare` gets tensors like SGLang's as soon as a layer is on a GPU. `bake` makes the same
+    kernels, and more for a model with a shared expert: SGLang may run that expert itself."""
+    weights, prepared = Weights(LOCAL + shared, H, WIDTH), []
     monkeypatch.setattr(plugin, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs)))
-    method, module = method_and_layer(of)
+    method, module = method_and_layer(weights)
     config = config_of(num_experts=E + shared, top_k=K + shared)
     method.create_moe_runner(module, config)
     assert not prepared, "on a CPU"
@@ -496,16 +502,19 @@ def test_kernels_are_prepared_for_the_calls_to_come(shared, registered, monkeypa
     monkeypatch.undo()
     (((function, *call), kwargs),) = prepared
     model = bake.Model("", E, K, H, WIDTH, shared)
-    made = bake.kernels([*bake.calls(model, "sglang", E // LOCAL, True)], *GPUS["h100"])
+    baked = bake.kernels([*bake.calls(model, "sglang", E // LOCAL, True)], *GPUS["h100"])
     asked = kernels_of(function, *call, **kwargs)
-    assert asked < {*made} if shared else asked == {*made}
-    given = tokens(local_ids(top_k=K + shared))
-    weights, ids, _ = given.topk_output
-    passed = (ids, weights, given.hidden_states, of.w13, of.w13_scale, of.w2, of.w2_scale)
+    assert asked < {*baked} if shared else asked == {*baked}
+    dispatched = tokens(local_ids(top_k=K + shared))
+    topk_weights, ids, _ = dispatched.topk_output
+    passed = (
+        ids, topk_weights, dispatched.hidden_states,
+        weights.w13, weights.w13_scale, weights.w2, weights.w2_scale,
+    )  # fmt: skip
     assert function is plugin.experts
     assert kwargs == {"accurate": False, "num_experts": E + shared, "swiglu_limit": None}
-    for made, real in zip(call, passed, strict=True):
-        assert made.dtype is real.dtype and made.shape[1:] == real.shape[1:]
+    for stand_in, real in zip(call, passed, strict=True):
+        assert stand_in.dtype is real.dtype and stand_in.shape[1:] == real.shape[1:]
 
 
 @pytest.mark.parametrize("path", plugin.NEEDED_NAMES)
@@ -539,11 +548,11 @@ def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
         raise RuntimeError("broken")
 
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    create, made = vars(Fp8MoEMethod)["create_moe_runner"], moe_runner.MoeRunner
+    create, runner_class = vars(Fp8MoEMethod)["create_moe_runner"], moe_runner.MoeRunner
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(moe_runner if broken == "MoeRunner" else plugin, broken, fail)
     create(method, module, config_of())
-    assert isinstance(method.runner, made) and method.runner.runner_backend.is_triton()
+    assert isinstance(method.runner, runner_class) and method.runner.runner_backend.is_triton()
     assert "does not serve" in caplog.text and "RuntimeError: broken; SGLang's" in caplog.text
 
 

@@ -175,8 +175,8 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
     """A limit of .5 clamps a third of these gates and ups."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
-    given = (0.5, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta)
-    theirs = SiluAndMulWithClamp(*given)
+    constants = (0.5, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta)
+    theirs = SiluAndMulWithClamp(*constants)
 
     def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return theirs.forward_native(torch.cat((gate, up)))
@@ -236,13 +236,14 @@ def quantised(monkeypatch):
 
 
 def exchanged(
-    weights, x, topk_weights, ids, made=None, arrive=AsDeepEp, weighted_inputs=False, **changes: Any
-) -> torch.Tensor:
+    weights, x, topk_weights, ids, experts=None, arrive=AsDeepEp, weighted_inputs=False,
+    **changes: Any,
+) -> torch.Tensor:  # fmt: skip
     config = config_of(moe_parallel_config=EXCHANGED, **changes)
-    made = made or vllm_experts.VllmBatchedExperts(
+    experts = experts or vllm_experts.VllmBatchedExperts(
         config, quant_config_of(weights), max_num_tokens=40, num_dispatchers=1
     )
-    kernel = mk.FusedMoEKernel(arrive(40, E, 1, 0), made)
+    kernel = mk.FusedMoEKernel(arrive(40, E, 1, 0), experts)
     return kernel.apply(
         x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
         global_num_experts=E, expert_map=None, apply_router_weight_on_input=weighted_inputs,
@@ -254,7 +255,7 @@ def exchanged(
 def test_weights_on_the_inputs(call, problem, quantised):
     """vLLM multiplies the tokens itself, so that experts apply no weights: Llama 4, Laguna."""
     weights, x, logits, bias = problem
-    topk_weights, ids = (given[:, :1].contiguous() for given in grouped_topk(x, logits, bias))
+    topk_weights, ids = (tensor[:, :1].contiguous() for tensor in grouped_topk(x, logits, bias))
     weighted = x * topk_weights.to(x.dtype)
     out = call(weights, x.clone(), topk_weights, ids, weighted_inputs=True, experts_per_token=1)
     wanted = layer(weighted, ids, torch.ones_like(topk_weights), weights)
@@ -278,7 +279,8 @@ def test_batched(problem, quantised):
     ("tokens", "expected"), [([33, 31], 8), ([1, 0], 1), ([0, 0], 1), (None, None)]
 )
 def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, monkeypatch):
-    """All ranks' tokens, if vLLM knows them, in equal shares. Kernels are prepared once."""
+    """`expected_m` is an equal share of all ranks' tokens, if vLLM knows their number. Kernels are
+    prepared once."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     metadata = tokens and SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
@@ -293,12 +295,12 @@ def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, mon
         return run(*call, **options)
 
     monkeypatch.setattr(vllm_experts, "batched_experts", spy)
-    made = vllm_experts.VllmBatchedExperts(
+    experts = vllm_experts.VllmBatchedExperts(
         config_of(moe_parallel_config=EXCHANGED), quant_config_of(weights),
         max_num_tokens=40, num_dispatchers=1,
     )  # fmt: skip
     for _ in range(2):
-        exchanged(weights, x, topk_weights, ids, made)
+        exchanged(weights, x, topk_weights, ids, experts)
     assert called == 2 * [expected]
     assert [call[0] for call in prepared] == [spy]
 
@@ -379,7 +381,7 @@ def selection(monkeypatch):
 
 
 def test_all_that_quantises_to_fp8_blocks_offers_its_layers():
-    """The modules here are all in which vLLM imports its function."""
+    """`QUANTISERS` lists the oracle and all modules that import its function `plugin.SELECT`."""
     names = {module.__name__ for module in QUANTISERS}
     root = Path(engine_fp8.__file__).parents[2]
     importing = [
@@ -387,11 +389,11 @@ def test_all_that_quantises_to_fp8_blocks_offers_its_layers():
         for path in root.rglob("*.py")
         if re.search(f"^    {plugin.SELECT},", path.read_text(), re.M)
     ]
-    found = {
+    importing_names = {
         ".".join(("vllm.model_executor", *p.relative_to(root).with_suffix("").parts))
         for p in importing
     }
-    assert found | {oracle.__name__} == names
+    assert importing_names | {oracle.__name__} == names
 
 
 @pytest.mark.parametrize(("top_k", "keys"), [(7, KEYS), (8, KEYS), (9, CHANNELS)])
@@ -417,11 +419,11 @@ def test_the_class_has_the_format_of_the_exchange(exchange, ours, selection):
     backend, chosen = selection(config_of(moe_parallel_config=parallel), *KEYS)
     assert (backend.name, chosen) == ("TRITON", getattr(vllm_experts, ours))
     for per_channel in (False, True):
-        made = SimpleNamespace(
+        stand_in = SimpleNamespace(
             layer_config=config_of(moe_parallel_config=parallel), per_channel=per_channel
         )
         unquantised = per_channel and ours == "VllmExperts"
-        assert chosen.expects_unquantized_inputs.fget(made) == unquantised
+        assert chosen.expects_unquantized_inputs.fget(stand_in) == unquantised
     refused = config_of(moe_parallel_config=parallel, has_bias=True, experts_per_token=5)
     assert selection(refused, *KEYS)[0] == "theirs"
 
@@ -475,8 +477,8 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(per_channel, selection
 
 @pytest.fixture
 def loaded(selection, monkeypatch):
-    """A function that makes vLLM's method of an MXFP4 checkpoint, for whose kernel vLLM chose
-    Marlin, with a loaded layer. vLLM's own work on the weights is noted."""
+    """Return a function that makes vLLM's method for an MXFP4 checkpoint, for which vLLM chose
+    Marlin, and a loaded layer. `calls` lists the layers that vLLM sets up itself."""
     calls: list[Any] = []
 
     def make(name: str = "Mxfp4MoEMethod", span: int = 12, **changes: Any) -> SimpleNamespace:
@@ -496,11 +498,11 @@ def loaded(selection, monkeypatch):
         method.create_weights(
             module, FEW, H, WIDTH, params_dtype=torch.bfloat16, weight_loader=lambda *_: None
         )
-        for of, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
+        for w, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
             values, exponents = drawn(*shape, span=span)
-            weight = f"{of}_weight" if hasattr(module, f"{of}_weight") else f"{of}_weight_packed"
+            weight = f"{w}_weight" if hasattr(module, f"{w}_weight") else f"{w}_weight_packed"
             getattr(module, weight).data.copy_(values)
-            getattr(module, f"{of}_weight_scale").data.copy_(exponents.view(torch.uint8))
+            getattr(module, f"{w}_weight_scale").data.copy_(exponents.view(torch.uint8))
         return SimpleNamespace(method=method, layer=module, calls=calls)
 
     return make
@@ -517,21 +519,21 @@ def loaded(selection, monkeypatch):
 def test_mxfp4_experts_run_as_fp8(name, limit, loaded, problem, monkeypatch, logged):
     """vLLM's method, as it loads DeepSeek-V4: the same values in FP8, and our kernel."""
     monkeypatch.setenv(plugins.MXFP4, "exact")
-    given = loaded(name, swiglu_limit=limit)
-    given.method.process_weights_after_loading(given.layer)
-    assert not given.calls
+    setup = loaded(name, swiglu_limit=limit)
+    setup.method.process_weights_after_loading(setup.layer)
+    assert not setup.calls
     assert logged == ["moe_fp8 serves layers of 4 of 4 experts, top 2, 512 x 256, re-encoded "
                       "from MXFP4"]  # fmt: skip
-    module, weights = given.layer, Weights.__new__(Weights)
+    module, weights = setup.layer, Weights.__new__(Weights)
     weights.w13, weights.w13_scale = module.w13_weight.data, module.w13_weight_scale.data
     weights.w2, weights.w2_scale = module.w2_weight.data, module.w2_weight_scale.data
-    for of, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
-        now = wide(getattr(weights, of), getattr(weights, f"{of}_scale").double())
+    for w, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
+        now = wide(getattr(weights, w), getattr(weights, f"{w}_scale").double())
         assert torch.equal(now, decoded(*drawn(*shape, span=12)))
     x = problem[1]
     topk_weights, ids = problem[2][:, :FEW].softmax(dim=1).topk(2)
     ids = ids.int()
-    out = given.method.apply(module, x, topk_weights, ids, None, None)
+    out = setup.method.apply(module, x, topk_weights, ids, None, None)
 
     def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return SiluAndMulWithClamp(limit or 1e30, 1.0, 0.0).forward_native(torch.cat((gate, up)))
@@ -555,26 +557,26 @@ def test_mxfp4_experts_run_as_fp8(name, limit, loaded, problem, monkeypatch, log
 def test_mxfp4_experts_that_are_refused(asked, changes, why, loaded, monkeypatch, logged):
     """vLLM goes on with the weights as loaded."""
     monkeypatch.setenv(plugins.MXFP4, asked)
-    given = loaded(**changes)
-    given.method.process_weights_after_loading(given.layer)
+    setup = loaded(**changes)
+    setup.method.process_weights_after_loading(setup.layer)
     (line,) = logged
     assert line.startswith("moe_fp8 does not serve layers of 4 of 4 experts")
     assert re.search(why, line), line
-    assert line.endswith("; vLLM's kernel does") and given.calls == [given.layer]
+    assert line.endswith("; vLLM's kernel does") and setup.calls == [setup.layer]
     values, exponents = drawn(FEW, 2 * WIDTH, H, span=changes.get("span", 12))
-    assert torch.equal(given.layer.w13_weight, values)
-    assert torch.equal(given.layer.w13_weight_scale, exponents.view(torch.uint8))
+    assert torch.equal(setup.layer.w13_weight, values)
+    assert torch.equal(setup.layer.w13_weight_scale, exponents.view(torch.uint8))
 
 
 def test_mxfp4_experts_are_rounded_where_that_is_asked_for(loaded, monkeypatch, logged):
     monkeypatch.setenv(plugins.MXFP4, "lossy")
-    given = loaded(span=15)
-    given.method.process_weights_after_loading(given.layer)
+    setup = loaded(span=15)
+    setup.method.process_weights_after_loading(setup.layer)
     *warnings, served = logged
-    assert not given.calls and served.startswith("moe_fp8 serves layers")
-    for line, of in zip(warnings, ("w13", "w2"), strict=True):
-        assert line.startswith(f"moe_fp8: model.layers.3.mlp.experts.{of}_weight: ")
-    assert given.layer.w2_weight.dtype is torch.float8_e4m3fn
+    assert not setup.calls and served.startswith("moe_fp8 serves layers")
+    for line, w in zip(warnings, ("w13", "w2"), strict=True):
+        assert line.startswith(f"moe_fp8: model.layers.3.mlp.experts.{w}_weight: ")
+    assert setup.layer.w2_weight.dtype is torch.float8_e4m3fn
 
 
 def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):
@@ -585,8 +587,8 @@ def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypa
     monkeypatch.setattr(
         vllm_experts, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs["tokens"]))
     )
-    made = vllm_experts.VllmExperts(config_of(max_num_tokens=2048), quant_config_of(weights))
-    kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), made)
+    experts = vllm_experts.VllmExperts(config_of(max_num_tokens=2048), quant_config_of(weights))
+    kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
     for _ in range(2):
         kernel.apply(
             x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
@@ -616,8 +618,8 @@ def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
 def test_a_choice_that_fails_is_vllms_and_the_log_says_why(selection, logged):
     """vLLM's own function gets the arguments unchanged."""
     assert selection(None, *KEYS, True) == ("theirs", True)
-    found = selection(config=None, weight_key=KEYS[0], activation_key=KEYS[1])
-    assert found == ("theirs", False)
+    selected = selection(config=None, weight_key=KEYS[0], activation_key=KEYS[1])
+    assert selected == ("theirs", False)
     (line,) = logged
     assert "does not serve a layer: AttributeError: 'NoneType' object has no attribute" in line
 
@@ -712,7 +714,7 @@ def test_the_peer_of_a_sweep_is_called_as_it_can_be(per_channel) -> None:
 
 
 def test_cutlass_in_a_sweep_gets_the_layer(problem, monkeypatch) -> None:
-    """All but vLLM's GPU kernels: its quantiser, and the experts themselves."""
+    """Replace only vLLM's GPU kernels: its quantiser, and the experts themselves."""
     from vllm.model_executor.layers.fused_moe.experts import cutlass_moe
     from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 
@@ -723,15 +725,17 @@ def test_cutlass_in_a_sweep_gets_the_layer(problem, monkeypatch) -> None:
         scale = x.float().abs().amax(1, keepdim=True) / 448
         return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
-    def run(out: torch.Tensor, q: torch.Tensor, *given: Any, **_: Any) -> None:
-        of = dict(zip(names, given, strict=False))
-        assert of["per_act_token"] and of["per_out_ch"] and of["global_num_experts"] == E
+    def run(out: torch.Tensor, q: torch.Tensor, *arguments: Any, **_: Any) -> None:
+        named = dict(zip(names, arguments, strict=False))
+        assert named["per_act_token"] and named["per_out_ch"] and named["global_num_experts"] == E
         part = Weights(1, H, WIDTH, per_channel=True)
         part.w13, part.w13_scale, part.w2, part.w2_scale = (
-            of[name] for name in ("w1", "w1_scale", "w2", "w2_scale")
+            named[name] for name in ("w1", "w1_scale", "w2", "w2_scale")
         )
-        ids = of["expert_map"].long()[of["topk_ids"].long()]
-        out.copy_(layer((q.float() * of["a1q_scale"]).bfloat16(), ids, of["topk_weights"], part))
+        ids = named["expert_map"].long()[named["topk_ids"].long()]
+        out.copy_(
+            layer((q.float() * named["a1q_scale"]).bfloat16(), ids, named["topk_weights"], part)
+        )
 
     _, _, *names = inspect.signature(cutlass_moe.run_cutlass_moe_fp8).parameters
     monkeypatch.setattr(no_dp_ep, "moe_kernel_quantize_input", quantise)
@@ -847,9 +851,9 @@ def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
     (kernels,) = asked
     model = bake.find_model(name)
     calls = bake.calls(model, "vllm", ranks, expert_parallel, accurate=accurate)
-    made = {*bake.kernels([*calls], *GPUS["h100"])}
+    baked = {*bake.kernels([*calls], *GPUS["h100"])}
     uneven = expert_parallel and model.experts % ranks > 0
-    assert kernels <= made and (len(made) > len(kernels)) == uneven
+    assert kernels <= baked and (len(baked) > len(kernels)) == uneven
 
 
 EXCHANGES = {  # the part of vLLM that says which ids it needs
@@ -872,8 +876,8 @@ def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypa
     asked: list[set[Any]] = []
     prepare = lambda *call, **options: asked.append(kernels_of(*call, **options))  # noqa: E731
     monkeypatch.setattr(vllm_experts, "prepare", prepare)
-    of = bake.EXCHANGES[exchange]
-    if of.batched:
+    exchange_form = bake.EXCHANGES[exchange]
+    if exchange_form.batched:
         exchanged(weights, x, topk_weights, ids)
     else:
         experts = vllm_experts.VllmExperts(config_of(), quant_config_of(weights))
@@ -884,7 +888,7 @@ def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypa
             MoEActivation.SILU, E, expert_map, scale.t().contiguous(), None, x, x, None, False,
         )  # fmt: skip
     model = bake.Model("", E, K, H, WIDTH)
-    call = bake.call(model, "vllm", E, WIDTH, 0, True, False, of)
+    call = bake.call(model, "vllm", E, WIDTH, 0, True, False, exchange_form)
     assert asked == [{*bake.kernels([call], *GPUS["h100"])}]
 
 

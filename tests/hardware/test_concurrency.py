@@ -62,9 +62,9 @@ def test_two_streams_and_four_threads_at_once(module, make_inputs):
         return outputs
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        found = list(pool.map(work, range(len(cases))))
+        outputs_by_thread = list(pool.map(work, range(len(cases))))
     torch.cuda.synchronize()
-    for outputs, expected in zip(found, wanted, strict=True):
+    for outputs, expected in zip(outputs_by_thread, wanted, strict=True):
         assert all(torch.equal(output, expected) for output in outputs)
 
 

@@ -17,8 +17,8 @@ WAITING = {"v1", "v2", "v3"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[dict]:
-    """The rows of our solutions."""
+def bit_rows(tmp_path_factory) -> list[dict]:
+    """The rows that `measure.py bits` writes for our solutions."""
     path: Path = tmp_path_factory.mktemp("bits") / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         arguments = ["bits", "--solutions", "cutedsl_moe_fp8_*", "--out", str(path)]
@@ -28,9 +28,9 @@ def found(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ["v1", "v2", "v3", "flat", "fused", "fused_hifi"])
-def test_the_bits_of_a_token_are_its_own(name, found):
-    assert {row["tokens"] for row in found} == {901}
-    checks = {row["part"]: row for row in found if row["subject"] == f"cutedsl_moe_fp8_{name}"}
+def test_the_bits_of_a_token_are_its_own(name, bit_rows):
+    assert {row["tokens"] for row in bit_rows} == {901}
+    checks = {row["part"]: row for row in bit_rows if row["subject"] == f"cutedsl_moe_fp8_{name}"}
     assert list(checks) == RUN_TO_RUN + BATCH
     assert ("not_tried" in checks["graph"]) == (name in WAITING)
     tried = {check: row for check, row in checks.items() if "not_tried" not in row}

@@ -26,10 +26,10 @@ CYCLES = 2_000_000
 
 
 def by_device_time(run, out: torch.Tensor, launches: int = 1) -> tuple[float, str]:
-    """(ms of a launch, method), of so many in a call."""
-    found = device_times({"": one_after_another([Timed(run, [out])] * launches)}, REPEATS)[""]
-    assert "error" not in found, found
-    return found["ms"] / launches, found["method"]
+    """Return (ms of a launch, method) of a call with `launches` launches."""
+    timing = device_times({"": one_after_another([Timed(run, [out])] * launches)}, REPEATS)[""]
+    assert "error" not in timing, timing
+    return timing["ms"] / launches, timing["method"]
 
 
 # --- a known duration -----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def inputs_of(tokens: int) -> MoeInputs:
     e, h, i = DEEPSEEK_V3.num_local_experts, DEEPSEEK_V3.hidden_size, DEEPSEEK_V3.intermediate_size
     bias = torch.zeros(DEEPSEEK_V3.num_experts)
     bias[[OFFSET + expert for expert in CHOSEN]] = 2.0
-    w13, w2 = (torch.zeros(e, *of, dtype=torch.float8_e4m3fn) for of in ((2 * i, h), (h, i)))
+    w13, w2 = (torch.zeros(e, *size, dtype=torch.float8_e4m3fn) for size in ((2 * i, h), (h, i)))
     for expert in CHOSEN:
         w13[expert], w2[expert] = fp8(2 * i, h), fp8(h, i)
     return MoeInputs(

@@ -59,15 +59,15 @@ class Code(NamedTuple):
     cubin: bytes
 
     @classmethod
-    def of(cls, made: Any) -> "Code":
-        if isinstance(made, cls):
-            return made
-        cubin = made.__cubin__
-        return cls(made.__ptx__, Path(cubin).read_bytes() if isinstance(cubin, str) else cubin)
+    def from_function(cls, function: Any) -> "Code":
+        if isinstance(function, cls):
+            return function
+        cubin = function.__cubin__
+        return cls(function.__ptx__, Path(cubin).read_bytes() if isinstance(cubin, str) else cubin)
 
 
-def write_code(made: Any, path: Path) -> None:
-    code = Code.of(made)
+def write_code(function: Any, path: Path) -> None:
+    code = Code.from_function(function)
     path.write_bytes(zlib.compress(code.ptx.encode() + b"\0" + code.cubin))
 
 
@@ -96,7 +96,7 @@ def compiled_code(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling.cute, "compile", keep)
     monkeypatch.setattr(compiling, "_load", read_code)
     monkeypatch.setattr(compiling, "_export", write_code)
-    return lambda function, *args: Code.of(function.make(*args))
+    return lambda function, *args: Code.from_function(function.make(*args))
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ def compiled_layer(compiled_code):
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Most registers a thread and bytes of stack frame (spills live there), from .nv.info.
+    """Return the most registers a thread and bytes of stack frame (spills), from .nv.info.
 
     Its records are (format, attribute, size, payload); these two have 8 bytes: symbol, value.
     """
     names = {0x2F: "registers", 0x11: "frame"}
-    found = {}
+    maxima = {}
     data = ELFFile(io.BytesIO(cubin)).get_section_by_name(".nv.info").data()
     at = 0
     while at < len(data):
@@ -133,9 +133,9 @@ def resources(cubin: bytes) -> dict[str, int]:
         if kind == 4:
             if attribute in names:
                 value = struct.unpack_from("<II", data, at)[1]
-                found[names[attribute]] = max(value, found.get(names[attribute], 0))
+                maxima[names[attribute]] = max(value, maxima.get(names[attribute], 0))
             at += size
-    return found
+    return maxima
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -422,8 +422,10 @@ def test_the_weights_leave_l2_first(evict_first, compiled_layer):
     for gemm, expected in zip(gemms, ([(5, hint)], [(2, 0), (2, 0), (3, hint)]), strict=True):
         loads = r"cp\.async\.bulk\.tensor\.(\d)d\.shared\S*cache_hint [^;]*, (%rd\d+);"
         constants = dict(re.findall(r"mov\.b64\s+(%rd\d+), (\d+);", gemm))
-        found = [(int(rank), int(constants[of])) for rank, of in re.findall(loads, gemm)]
-        assert sorted(found) == expected  # weights have the most dimensions
+        hinted_loads = [
+            (int(rank), int(constants[register])) for rank, register in re.findall(loads, gemm)
+        ]
+        assert sorted(hinted_loads) == expected  # weights have the most dimensions
 
 
 @pytest.mark.parametrize(("tokens", "terms"), [(2048, 1), *more((14107, 1), (14107, 2))])
@@ -526,17 +528,17 @@ def test_the_cache_policy_is_the_one_that_ptxas_makes(tmp_path):
 
 
 def check_machine_code(text: str, config) -> None:
-    """Check the counts in its machine code that the GEMM's speed depends on."""
-    found = facts(text)
+    """Check the counts in the GEMM's machine code that its speed depends on."""
+    gemm = facts(text)
     mma = 8 if config.swap_ab and config.tile_n == 256 else 4
-    assert (found.mma, found.commits) == (mma * config.terms, 2)
+    assert (gemm.mma, gemm.commits) == (mma * config.terms, 2)
     assert ("UTCQMMA.2CTA" in text) == (config.mma_ctas == 2)
     # No wait between the MMA of a K block, of both its terms.
-    assert found.between <= 3 * found.mma
+    assert gemm.between <= 3 * gemm.mma
     columns = config.consumer_columns
-    assert (found.tmem_loads, found.adds) == (-(-columns // 64), columns // 2)
-    assert found.producer <= PRODUCER_REGISTERS
-    assert found.consumer <= config.consumer_registers
+    assert (gemm.tmem_loads, gemm.adds) == (-(-columns // 64), columns // 2)
+    assert gemm.producer <= PRODUCER_REGISTERS
+    assert gemm.consumer <= config.consumer_registers
 
 
 MOST = {
@@ -548,15 +550,15 @@ MOST = {
 """The most that `sass.counts` may count in a kernel."""
 
 
-def check_counts(cubin: bytes, of: object) -> dict[str, str]:
+def check_counts(cubin: bytes, label: object) -> dict[str, str]:
     """Check that no kernel of an object has more than `MOST`; return the kernels' text by name."""
     codes = disassemble(cubin)
     for kernel, text in codes.items():
-        found = counts(text)
+        lines = counts(text)
         name = kernel.split("_object")[0] + " (SwiGLU)" * ("MUFU.EX2" in text)
         for what, most in MOST.items():
-            at = ", ".join(f"{line.address:x}" for line in found[what])
-            assert len(found[what]) <= most, f"{what} at {at}, expected {most}: {name} of {of}"
+            at = ", ".join(f"{line.address:x}" for line in lines[what])
+            assert len(lines[what]) <= most, f"{what} at {at}, expected {most}: {name} of {label}"
     return codes
 
 
@@ -576,13 +578,15 @@ def layers_configs(tokens: int, target: str, terms: int, layer: str = "") -> tup
 
 CASES_OF_LAYERS = [
     (tokens, target, terms, layer)
-    for layer, of in LAYER_TOKENS.items()
-    for tokens, target, terms in product(of, SHIPPED, (1, 2))
+    for layer, token_counts in LAYER_TOKENS.items()
+    for tokens, target, terms in product(token_counts, SHIPPED, (1, 2))
 ]
 # The first layer that has a pair of configs stands for all that have it.
 SHIPPED_LAYERS = {layers_configs(*case): case for case in reversed(CASES_OF_LAYERS)}
 FIRST_LAYERS = [(tokens, target, terms, "") for target, tokens, terms in LAYER_CASES]
 MORE_LAYERS = [case for case in SHIPPED_LAYERS.values() if case not in FIRST_LAYERS]
+# GEMM2 has four K blocks, so its overlapped main loop has a single iteration.
+MORE_LAYERS += [(257, HOPPER.target, terms, "qwen3_next") for terms in (1, 2)]
 
 
 @pytest.mark.parametrize("layer", ["", *more(*list(LAYER_SHAPES)[1:])])
@@ -692,8 +696,8 @@ def test_scales_given_back_while_they_are_read_are_found(tmp_path):
         [sys.executable, "-c", COMPILE], cwd=tmp_path, env=environment, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
-    found = ast.literal_eval(run.stdout.splitlines()[-1])
-    assert found and {name.split(".")[0] for name in found} == {"LDS"}
+    early_loads = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert early_loads and {name.split(".")[0] for name in early_loads} == {"LDS"}
 
 
 KERNELS = {
@@ -710,13 +714,13 @@ KERNELS = {
 
 @pytest.mark.parametrize("name", ["GEMM", *more("SwiGLU", "the fused layer")])
 def test_the_other_target_gets_the_same_code(name, compiled_code):
-    """B300 and GB300: what is tested and emulated of sm_100a holds for sm_103a."""
+    """The PTX for B300 and GB300 (sm_103a) is that of sm_100a, which other tests emulate."""
     function, *arguments = KERNELS[name]
-    wanted, found = (
+    sm_100a, sm_103a = (
         compiled_code(function, *arguments, target) for target in ("sm_100a", "sm_103a")
     )
-    assert ".target sm_103a" in found[0] and found[1] != wanted[1]
-    assert found[0].replace("sm_103a", "sm_100a") == wanted[0]
+    assert ".target sm_103a" in sm_103a[0] and sm_103a[1] != sm_100a[1]
+    assert sm_103a[0].replace("sm_103a", "sm_100a") == sm_100a[0]
 
 
 def test_an_epilogue_of_another_config():
@@ -788,7 +792,7 @@ def test_illegal_problem(n, k, experts, message):
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "wrong"),
+    ("package", "version", "wrong"),
     [
         ("nvidia-cutlass-dsl", "4.6.2", ""),
         ("nvidia-cutlass-dsl", "4.8.2.dev3", ""),
@@ -798,5 +802,5 @@ def test_illegal_problem(n, k, experts, message):
         ("apache-tvm-ffi", "0.1.15.post2", ""),
     ],
 )
-def test_versions_that_are_wrong_are_named(package, found, wrong):
-    assert dsl.unmet(package, found) == wrong
+def test_versions_that_are_wrong_are_named(package, version, wrong):
+    assert dsl.unmet(package, version) == wrong

@@ -198,7 +198,7 @@ def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "bound", "picked", "of", "flag", "up_to_it"),
+    ("rule", "bound", "picked", "gemm", "flag", "up_to_it"),
     [
         ("one_wave", 24, SWAPPED, 1, "dynamic", False),
         ("whole_waves", 16, SWAPPED, 0, "whole_waves", True),
@@ -209,10 +209,10 @@ def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
         ("gathered", 2 * SHAPE.intermediate_size, USUAL, 0, "gathers", True),
     ],
 )
-def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, of, flag, up_to_it):
-    """3 tokens, 24 rows: at the bound the rule holds, one below it no longer."""
+def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, gemm, flag, up_to_it):
+    """For 3 tokens, 24 rows: a rule applies if its value is `bound` or more."""
     for value, expected in ((bound + 1, up_to_it), (bound, up_to_it), (bound - 1, not up_to_it)):
-        config = layer_configs(3, picked, **{rule: value})[of]
+        config = layer_configs(3, picked, **{rule: value})[gemm]
         assert (flag in str(config)) == expected, value
 
 

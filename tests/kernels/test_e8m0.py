@@ -81,14 +81,14 @@ def test_the_kernels_bits_are_those_of_float32(target, name, emulator, monkeypat
     """The scales include the least exponent, which is subnormal, and the byte that is a NaN."""
     use_target(monkeypatch, target)
     inputs = inputs_of(9, 4)
-    given = {}
+    scales = {}
     for field in ("gemm1_weights_scale", "gemm2_weights_scale"):
         exponents = torch.randint(120, 134, getattr(inputs, field).shape, dtype=torch.uint8)
         exponents[1, 0, 0] = 0
         exponents[2, -1, -1] = 255
-        given[field] = exponents.view(E8M0)
-    inputs = inputs._replace(**given)
-    plain = inputs._replace(**{field: scale.float() for field, scale in given.items()})
+        scales[field] = exponents.view(E8M0)
+    inputs = inputs._replace(**scales)
+    plain = inputs._replace(**{field: scale.float() for field, scale in scales.items()})
     form, configs = dataclasses.replace(Form(), weight_scale=E8M0), configs_of(target, name)
     e8m0 = fused_output(inputs, SHAPE, configs, form, fill=7)
     f32 = fused_output(plain, SHAPE, configs, fill=7)

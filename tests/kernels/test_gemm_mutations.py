@@ -184,15 +184,15 @@ def given_back_early_by_the_second(ptx: str) -> str:
     loads = [match.start() for match in re.finditer(LOAD, ptx)]
     mark = [match.start() for match in re.finditer(r"tcgen05\.fence::after_thread_sync", ptx)][-1]
     address, arrive = r"add\.s32[^;]*;\s*mapa[^;]*;", r"mbarrier\.arrive[^;]*;"
-    found = re.compile(f"({address})[^@]*?({arrive})").search(ptx, loads[-1])
-    arrival = re.sub(r", %r\d+;", ", 1;", found[2])
+    release = re.compile(f"({address})[^@]*?({arrive})").search(ptx, loads[-1])
+    arrival = re.sub(r", %r\d+;", ", 1;", release[2])
     rank = "mov.u32 %rank, %cluster_ctarank; setp.eq.u32 %second, %rank, 1;"
     second = f"{{ .reg .pred %second, %one; .reg .b32 %rank; {rank} "
-    early = f"elect.sync %rank|%one, -1; and.pred %second, %second, %one; {found[1]}"
+    early = f"elect.sync %rank|%one, -1; and.pred %second, %second, %one; {release[1]}"
     return "".join(
         [
             ptx[:mark], f"{second} {early} @%second {arrival} }}\n\t",
-            ptx[mark : found.start(2)], f"{second} @!%second {arrival} }}", ptx[found.end(2) :],
+            ptx[mark : release.start(2)], f"{second} @!%second {arrival} }}", ptx[release.end(2) :],
         ]
     )  # fmt: skip
 

@@ -22,10 +22,10 @@ SHAPES = {
 }
 
 
-def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Tensor, ...]:
-    tokens, local = len(given.topk_ids), shape.num_local_experts
-    slots, experts = (tokens, shape.top_k), given.expert_map
-    form = Form(given.topk_ids.dtype, torch.float32, has_map=experts is not None)
+def number(inputs: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Tensor, ...]:
+    tokens, local = len(inputs.topk_ids), shape.num_local_experts
+    slots, experts = (tokens, shape.top_k), inputs.expert_map
+    form = Form(inputs.topk_ids.dtype, torch.float32, has_map=experts is not None)
     expert, pair_row = (torch.full(slots, -7, dtype=torch.int32) for _ in range(2))
     marks = torch.full((-(-tokens // WORD_TOKENS), local), -7, dtype=torch.int32)
     weights = torch.full(slots, torch.nan)
@@ -33,7 +33,7 @@ def number(given: RoutedInputs, shape: MoeShape, target: str) -> tuple[torch.Ten
     token_of_row = torch.full((tokens * shape.top_k,), -7, dtype=torch.int32)
     counters = torch.full((3,), -7, dtype=torch.int32)
     compile_route(shape, True, target, form)(
-        given.topk_ids, given.topk_weights, given.local_expert_offset, experts,
+        inputs.topk_ids, inputs.topk_weights, inputs.local_expert_offset, experts,
         expert, marks, weights, m_indptr, pair_row, token_of_row, counters, None,
     )  # fmt: skip
     assert counters.tolist() == [0, 0, 0]
@@ -71,10 +71,10 @@ def test_rows_are_numbered_as_by_the_model(name, dtype, mapped, tokens, target, 
     placed[experts] = 2
     placed = placed[:experts] if mapped else None
     offset = 0 if mapped or local == experts else 3
-    given = RoutedInputs._make(
+    inputs = RoutedInputs._make(
         (ids, torch.randn(ids.shape), *6 * (torch.empty(0),), offset, placed)
     )
-    check_numbers(given, shape, target, emulator)
+    check_numbers(inputs, shape, target, emulator)
 
 
 @in_the_emulator
@@ -88,11 +88,11 @@ def test_rows_of_whole_words_and_one_more_for_128_experts(tokens, emulator):
     check_numbers(RoutedInputs(*tensors, 0, None), shape, "sm_90a", emulator)
 
 
-def check_numbers(given: RoutedInputs, shape: MoeShape, target: str, emulator) -> None:
-    m_indptr, pair_row, weights, token_of_row = number(given, shape, target)
-    launched = 1 if len(given.topk_ids) <= WORD_TOKENS else 2
+def check_numbers(inputs: RoutedInputs, shape: MoeShape, target: str, emulator) -> None:
+    m_indptr, pair_row, weights, token_of_row = number(inputs, shape, target)
+    launched = 1 if len(inputs.topk_ids) <= WORD_TOKENS else 2
     assert [report.hazards for report in emulator.reports] == [[]] * launched
-    ordered, wanted_weights = given_experts(given, shape.num_local_experts)
+    ordered, wanted_weights = given_experts(inputs, shape.num_local_experts)
     wanted = group_rows(ordered, wanted_weights, 0, shape.num_local_experts)
     assert torch.equal(m_indptr, wanted.m_indptr) and torch.equal(pair_row, wanted.pair_row)
     assert torch.equal(weights, wanted_weights), "copied, not computed"
@@ -119,14 +119,14 @@ def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
     tokens, rows = 19, 24
     torch.manual_seed(0)
     x = odd_tokens(tokens, hidden)
-    given: tuple[torch.Tensor, torch.Tensor | None] = (x, None)
+    x_and_scale: tuple[torch.Tensor, torch.Tensor | None] = (x, None)
     ue8m0 = kind == "powers of two"
     if kind not in ("bfloat16", "powers of two"):
         q, scale = quantise_rows(x)
         if kind == "token-major":
-            given = q, scale.t().contiguous().t()
+            x_and_scale = q, scale.t().contiguous().t()
         else:
-            given = q, torch.nn.functional.pad(scale, (0, 5), value=torch.nan)[:, :-5]
+            x_and_scale = q, torch.nn.functional.pad(scale, (0, 5), value=torch.nan)[:, :-5]
     pair_row = torch.full((tokens, 2), -1, dtype=torch.int32)
     places = torch.randperm(rows)[:21].int()
     pair_row[3:, 0], pair_row[:5, 1] = places[: tokens - 3], places[tokens - 3 :]
@@ -134,7 +134,7 @@ def test_permute(kind, hidden, target, mode, emulator, monkeypatch):
     for permute in (reference.permute, permute_as_compiled):
         a = torch.full((rows, hidden), 3.0).to(torch.float8_e4m3fn)
         a_scale = torch.full((hidden // 128, rows), 3.0)
-        permute(*given, pair_row, a, a_scale, ue8m0)
+        permute(*x_and_scale, pair_row, a, a_scale, ue8m0)
         outputs.append((a, a_scale))
     (wanted, wanted_scale), (a, a_scale) = outputs
     assert same(a, wanted) and same(a_scale, wanted_scale)

@@ -39,19 +39,19 @@ def few_bits(weights: torch.Tensor) -> torch.Tensor:
 
 
 def layers(tokens: int) -> dict[str, tuple[Any, list[str], dict[str, Any]]]:
-    """The functions, their names of weights and scales, and their arguments."""
+    """Return the functions, the names of their weights and scales, and their arguments."""
     of_experts, of_all = named_tensors(tokens=tokens), tensors_of(tokens)
     routed = {"topk_ids": "ids", "topk_weights": "weights", "x": "x"}
     batched = {"x": "by_expert", "num_tokens": "num_tokens"}
     names = ["w13", "w13_scale", "w2", "w2_scale"]
     weights = {name: of_experts[name] for name in names}
     fused_names = ["gemm1_weights", SCALES[0], "gemm2_weights", SCALES[1]]
-    given = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
-    all_names = (*given, *fused_names)
+    token_names = ("routing_logits", "routing_bias", "hidden_states", "hidden_states_scale")
+    all_names = (*token_names, *fused_names)
     return {
-        "experts": (experts, names, weights | {n: of_experts[of] for n, of in routed.items()}),
+        "experts": (experts, names, weights | {n: of_experts[key] for n, key in routed.items()}),
         "batched_experts": (
-            batched_experts, names, weights | {n: of_experts[of] for n, of in batched.items()},
+            batched_experts, names, weights | {n: of_experts[key] for n, key in batched.items()},
         ),
         "fused_moe": (
             fused_moe, fused_names, dict(zip(all_names, of_all, strict=True)) | ROUTING,
@@ -126,15 +126,15 @@ def test_the_model_multiplies_the_sums_once():
 @pytest.mark.parametrize("tokens", [5, 300])
 def test_against_float32(tokens, accurate, limit, backend):
     """Channels differ by factors of up to a thousand; block scales would lose the small ones."""
-    given = named_tensors(tokens=tokens, width=256)
-    call = {n: given[of] for n, of in (("topk_ids", "ids"), ("topk_weights", "weights"))}
+    tensors = named_tensors(tokens=tokens, width=256)
+    call = {n: tensors[key] for n, key in (("topk_ids", "ids"), ("topk_weights", "weights"))}
     sizes = {"w13": (16, 512, 256), "w2": (16, 256, 256)}
     wide = {}
     for name, size in sizes.items():
         factor = torch.exp(2 * torch.randn(*size[:2], 1)).clamp(0.03, 30)
         call[name], call[f"{name}_scale"] = quantise_channels(torch.randn(size) * factor / 16)
         wide[name] = call[name].float() * call[f"{name}_scale"].unsqueeze(-1)
-    q, scale = reference.quantise_rows(given["x"])
+    q, scale = reference.quantise_rows(tensors["x"])
     x = q.float() * scale.t().repeat_interleave(128, 1)
     wanted = torch.zeros(x.shape)
     for slot in range(call["topk_ids"].shape[1]):
@@ -142,7 +142,7 @@ def test_against_float32(tokens, accurate, limit, backend):
         gate, up = torch.einsum("enk,etk->etn", wide["w13"], x.expand(16, -1, -1)).chunk(2, dim=2)
         of_all = (torch.nn.functional.silu(gate) * up) @ wide["w2"].transpose(1, 2)
         wanted += weight * of_all[ids, torch.arange(tokens)]
-    out = backend.run(experts, x=given["x"], accurate=accurate, **call)
+    out = backend.run(experts, x=tensors["x"], accurate=accurate, **call)
     assert calc_diff(out, wanted) < limit
 
 
@@ -166,10 +166,10 @@ MESSAGES = {
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_wrong_scales_are_refused(message):
-    given = named_tensors()
-    call = {"topk_ids": given["ids"], "topk_weights": given["weights"], "x": given["x"]}
-    call |= {"w13": given["w13"], "w13_scale": torch.ones(16, 256)}
-    call |= {"w2": given["w2"], "w2_scale": torch.ones(16, 256)}
+    tensors = named_tensors()
+    call = {"topk_ids": tensors["ids"], "topk_weights": tensors["weights"], "x": tensors["x"]}
+    call |= {"w13": tensors["w13"], "w13_scale": torch.ones(16, 256)}
+    call |= {"w2": tensors["w2"], "w2_scale": torch.ones(16, 256)}
     experts(**call)
     with pytest.raises(ValueError) as caught:
         experts(**call | MESSAGES[message])

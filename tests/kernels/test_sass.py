@@ -27,9 +27,9 @@ def listing(*lines: str | tuple) -> str:
 
 
 def early(*lines: str | tuple) -> list[tuple[int, list[int]]]:
-    """(arrival, its loads), by the number of the instruction."""
-    found = early_arrivals(listing(*lines))
-    return [(e.arrival.address // 16, [x.address // 16 for x in e.loads]) for e in found]
+    """Return each early arrival and its loads, as numbers of instructions."""
+    arrivals = early_arrivals(listing(*lines))
+    return [(e.arrival.address // 16, [x.address // 16 for x in e.loads]) for e in arrivals]
 
 
 def test_a_load_is_under_way_until_its_scoreboard_was_waited_for() -> None:
@@ -120,5 +120,7 @@ def test_local_memory_in_the_loops_over_k_blocks() -> None:
     tile, inner = "@P0 BRA `(.L_x_1)", "@P1 BRA `(.L_x_2)"
     for of_a_block in ("UTMALDG.2D [UR8], [UR4]", FIRST, "LDTM.x16 R4, tmem[UR5]"):
         loop = ".L_x_2:", ("LDL R9, [R1]", 1), of_a_block, inner
-        found = local_in_loops(listing(".L_x_1:", ("LDL R8, [R1]", 1), *loop, "STL [R1], R9", tile))
-        assert [line.address // 16 for line in found] == [1]
+        accesses = local_in_loops(
+            listing(".L_x_1:", ("LDL R8, [R1]", 1), *loop, "STL [R1], R9", tile)
+        )
+        assert [line.address // 16 for line in accesses] == [1]

@@ -57,14 +57,15 @@ def test_both_functions_are_the_formula(options, accurate, problem):
     wanted = layer(x, local, factors, weights, activation(**options))
     plain = layer(x, local, factors, weights)
     tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
-    given = experts(ids.int(), factors, x, *tensors, accurate=accurate, **options)
-    chosen = fused_moe(
+    routed_out = experts(ids.int(), factors, x, *tensors, accurate=accurate, **options)
+    fused_out = fused_moe(
         logits, bias, x, None, *tensors, routed_scaling_factor=2.5, n_group=4, topk_group=2,
         top_k=3, gate_first=True, accurate=accurate, **options,
     )  # fmt: skip
-    assert torch.equal(given, chosen)
+    assert torch.equal(routed_out, fused_out)
     assert (
-        calc_diff(given, wanted) < (1e-5 if accurate else 1e-3) and calc_diff(given, plain) > 0.01
+        calc_diff(routed_out, wanted) < (1e-5 if accurate else 1e-3)
+        and calc_diff(routed_out, plain) > 0.01
     )
 
 
@@ -118,11 +119,11 @@ def test_the_layer_makes_scales_that_are_powers_of_two_where_asked_for(problem):
     ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
     tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
     q, scale = quantise_rows(x, ue8m0=True)
-    made = experts(ids, ones, x, *tensors, ue8m0=True)
-    assert torch.equal(made, experts(ids, ones, q, *tensors, x_scale=scale, ue8m0=True))
-    assert not torch.equal(made, experts(ids, ones, q, *tensors, x_scale=scale))
-    assert not torch.equal(made, experts(ids, ones, x, *tensors))
-    assert calc_diff(made, layer(x, ids, ones, weights)) < 3e-3
+    out = experts(ids, ones, x, *tensors, ue8m0=True)
+    assert torch.equal(out, experts(ids, ones, q, *tensors, x_scale=scale, ue8m0=True))
+    assert not torch.equal(out, experts(ids, ones, q, *tensors, x_scale=scale))
+    assert not torch.equal(out, experts(ids, ones, x, *tensors))
+    assert calc_diff(out, layer(x, ids, ones, weights)) < 3e-3
 
 
 def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
@@ -177,14 +178,14 @@ def test_a_kernel_is_told_by_the_numbers_and_not_by_their_types():
 def test_a_compiler_keeps_the_numbers(problem):
     weights, x, *_ = problem
     ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
-    given = (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)
+    tensors = (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        return experts(ids, ones, x, *given, **OPTIONS[1])
+        return experts(ids, ones, x, *tensors, **OPTIONS[1])
 
-    assert torch.equal(compiled(x), experts(ids, ones, x, *given, **OPTIONS[1]))
-    assert not torch.equal(compiled(x), experts(ids, ones, x, *given))
+    assert torch.equal(compiled(x), experts(ids, ones, x, *tensors, **OPTIONS[1]))
+    assert not torch.equal(compiled(x), experts(ids, ones, x, *tensors))
 
 
 # --- as compiled ----------------------------------------------------------------------------------
@@ -263,9 +264,9 @@ def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device
 )
 def test_powers_of_two_are_the_models(target, name, tokens, device, emulator):
     """Both the scales of bfloat16 tokens and those of the intermediate are powers of two."""
-    given = inputs_of(tokens, 4)
+    fp8_inputs = inputs_of(tokens, 4)
     x = torch.randn(tokens, SHAPE.hidden_size).bfloat16()
-    inputs = given._replace(hidden_states=x, hidden_states_scale=None)
+    inputs = fp8_inputs._replace(hidden_states=x, hidden_states_scale=None)
     shape, form = dataclasses.replace(SHAPE, ue8m0=True), dataclasses.replace(Form(), x=x.dtype)
     wanted, plain = (torch.empty_like(x) for _ in range(2))
     reference.fused(inputs, wanted, shape)

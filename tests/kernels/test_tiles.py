@@ -23,13 +23,11 @@ class Lookup:
         self.step = step
 
     @cute.jit
-    def __call__(
-        self, expert_rows: cute.Tensor, found: cute.Tensor, n: Int32, stream: cuda.CUstream
-    ):
-        self.kernel(expert_rows, found, n).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream)
+    def __call__(self, expert_rows: cute.Tensor, out: cute.Tensor, n: Int32, stream: cuda.CUstream):
+        self.kernel(expert_rows, out, n).launch(grid=[1, 1, 1], block=[WARP, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, expert_rows: cute.Tensor, found: cute.Tensor, n: Int32):
+    def kernel(self, expert_rows: cute.Tensor, out: cute.Tensor, n: Int32):
         lane, _, _ = cute.arch.thread_idx()
         rows = rows_of_lane(expert_rows)
         tiles = ExpertTiles(rows, expert_rows, TILE_M, N_TILES, self.step)
@@ -37,27 +35,27 @@ class Lookup:
         for linear in range(n):
             tile = tiles.locate(linear)
             if lane == 0:
-                found[linear, 0] = tile.expert
-                found[linear, 1] = tile.n_tile
-                found[linear, 2] = tile.row
-                found[linear, 3] = tile.rows
-                found[linear, 4] = total
+                out[linear, 0] = tile.expert
+                out[linear, 1] = tile.n_tile
+                out[linear, 2] = tile.row
+                out[linear, 3] = tile.rows
+                out[linear, 4] = total
 
 
 def look_up(counts: list[int], n: int, step: int, apart: int = 0) -> list[list[int]]:
-    """`apart` experts more than counts are between the table's two rows."""
+    """Return the tiles at `n` positions. The table's row stride is `apart` more than its width."""
     experts = len(counts)
     arguments = (
         Tensor(Int32, (2, experts), align=4, strides=(Extent("apart"), 1)),
         Tensor(Int32, (Extent("positions"), 5), align=4),
         Scalar(Int32),
     )
-    found = torch.full((n, 5), -1, dtype=torch.int32)
+    out = torch.full((n, 5), -1, dtype=torch.int32)
     starts = torch.arange(experts) * 1000
     expert_rows = torch.full((2, experts + apart), -1, dtype=torch.int32)[:, :experts]
     expert_rows[0], expert_rows[1] = starts, starts + torch.tensor(counts)
-    compiled(Lookup, (step,), arguments, "sm_90a")(expert_rows, found, n)
-    return found.tolist()
+    compiled(Lookup, (step,), arguments, "sm_90a")(expert_rows, out, n)
+    return out.tolist()
 
 
 @pytest.mark.parametrize("step", [64, TILE_M])
@@ -75,10 +73,10 @@ def look_up(counts: list[int], n: int, step: int, apart: int = 0) -> list[list[i
 )
 def test_every_row_is_in_one_tile_of_every_column(counts, step, emulator):
     tiles = N_TILES * sum(-(-count // TILE_M) for count in counts)
-    found = look_up(counts, tiles, step)
+    located = look_up(counts, tiles, step)
     covered = [
         (expert, column, row + i - 1000 * expert)
-        for expert, column, row, rows, _ in found
+        for expert, column, row, rows, _ in located
         for i in range(min(rows, TILE_M))  # in tiles of one step `rows` are all that follow
     ]
     assert sorted(covered) == [
@@ -87,8 +85,8 @@ def test_every_row_is_in_one_tile_of_every_column(counts, step, emulator):
         for column in range(N_TILES)
         for i in range(count)
     ]
-    assert [expert for expert, *_ in found] == sorted(expert for expert, *_ in found)
-    assert all(rows > 0 and total == tiles for *_, rows, total in found)
+    assert [expert for expert, *_ in located] == sorted(expert for expert, *_ in located)
+    assert all(rows > 0 and total == tiles for *_, rows, total in located)
     assert emulator.reports[-1].hazards == []
 
 

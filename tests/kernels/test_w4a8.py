@@ -166,8 +166,8 @@ def test_the_products_of_four_bit_weights(tokens, backend):
     inputs = *shuffled(packed[:ROWS], exponents[:ROWS], scales[0]), table(), scales[0]
     out = torch.full((ROWS, tokens), torch.nan)
 
-    def run(out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        compile_mainloop(tokens, k_blocks)(*given, out)
+    def run(out: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+        compile_mainloop(tokens, k_blocks)(*arguments, out)
         return out
 
     out = backend.run(run, out, *inputs, x, token_scales)

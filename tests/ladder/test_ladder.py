@@ -256,7 +256,7 @@ def test_layers_match_the_reference_on_the_true_geometry(first, end, full_size):
 @pytest.mark.parametrize("routing", ["deepseek_v3", "renormalize"])
 def test_run_takes_the_definitions_inputs_by_position(routing):
     calls: list[tuple] = []
-    run = run_of(lambda *of: calls.append(of), replace(DEEPSEEK_V3, routing=routing, n_group=1,
+    run = run_of(lambda *call: calls.append(call), replace(DEEPSEEK_V3, routing=routing, n_group=1,
                                                        topk_group=1))  # fmt: skip
     if routing == "deepseek_v3":
         assert run(*range(11)) is None
@@ -612,17 +612,17 @@ WIDE = MoeShape(hidden_size=2048, intermediate_size=128)
 )
 @pytest.mark.parametrize("rows", [4, 132])
 def test_the_parts_of_the_workspace_lie_apart(shape, rows):
-    made = steps.workspace(torch.empty(0), rows, shape)
+    workspace = steps.workspace(torch.empty(0), rows, shape)
     h, i = shape.hidden_size, shape.intermediate_size
     fp8, f32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
-    assert [(tuple(x.shape), x.dtype) for x in made] == [
+    assert [(tuple(x.shape), x.dtype) for x in workspace] == [
         ((rows, h), fp8), ((h // 128, rows), f32), ((rows, 2 * i), bf16),
         ((rows, i), fp8), ((i // 128, rows), f32), ((rows, h), bf16),
     ]  # fmt: skip
-    memory = made.a.untyped_storage()
-    begin = {name: x.data_ptr() - memory.data_ptr() for name, x in made._asdict().items()}
-    end = {name: begin[name] + x.nbytes for name, x in made._asdict().items()}
-    for x in made:
+    memory = workspace.a.untyped_storage()
+    begin = {name: x.data_ptr() - memory.data_ptr() for name, x in workspace._asdict().items()}
+    end = {name: begin[name] + x.nbytes for name, x in workspace._asdict().items()}
+    for x in workspace:
         assert x.is_contiguous() and x.untyped_storage().data_ptr() == memory.data_ptr()
     assert all(at % 16 == 0 for at in begin.values()) and max(end.values()) <= memory.nbytes()
     # In the order of their lives; `o` is written when only `q` and `q_scale` are still read.
@@ -635,5 +635,5 @@ def test_memory_of_many_tokens_is_bounded():
     """The workspace of a chunk at the true geometry if all its tokens' experts are local."""
     with FakeTensorMode():
         rows = call_module.CHUNK_TOKENS * DEEPSEEK_V3.top_k
-        made = steps.workspace(torch.empty(0), rows, DEEPSEEK_V3)
-    assert made.a.untyped_storage().nbytes() < 2.5e9
+        workspace = steps.workspace(torch.empty(0), rows, DEEPSEEK_V3)
+    assert workspace.a.untyped_storage().nbytes() < 2.5e9

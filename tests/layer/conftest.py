@@ -33,11 +33,11 @@ class Engine:
         q, scale = quantise_rows(x)
         inputs = self.inputs_of(tokens, seed=seed)
         inputs = inputs._replace(hidden_states=q, hidden_states_scale=scale)
-        ids, given = self.chosen(inputs)
+        ids, topk_weights = self.chosen(inputs)
         order = torch.rand(ids.shape, generator=generator, device=self.device).argsort(dim=1)
         return {
             "topk_ids": ids.gather(1, order).int(),
-            "topk_weights": given.gather(1, order),
+            "topk_weights": topk_weights.gather(1, order),
             "x": x,
             "w13": self.w13,
             "w13_scale": self.w13_scale,

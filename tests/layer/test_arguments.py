@@ -127,8 +127,8 @@ def _arguments_of(function: str) -> dict[str, Any]:
     if function == "fused_moe":
         return dict(zip(TENSORS, (*tensors, out), strict=True)) | ROUTING
     ids = torch.arange(16).expand(TOKENS, 16).contiguous()
-    given = dict(zip(ROUTED, (ids, torch.rand(TOKENS, 16), *tensors[2:]), strict=True))
-    return given | {"expert_map": PLACED, "output": out, "gate_first": False}
+    arguments = dict(zip(ROUTED, (ids, torch.rand(TOKENS, 16), *tensors[2:]), strict=True))
+    return arguments | {"expert_map": PLACED, "output": out, "gate_first": False}
 
 
 def arguments_of(function: str) -> dict[str, Any]:
@@ -144,18 +144,18 @@ def arguments_of(function: str) -> dict[str, Any]:
     ],
 )
 def test_the_functions_name_a_wrong_tensor(function, name, fault):
-    given = arguments_of(function)
-    given[name] = FAULTS[fault][0](given[name])
-    given["out"] = given.pop("output")
+    arguments = arguments_of(function)
+    arguments[name] = FAULTS[fault][0](arguments[name])
+    arguments["out"] = arguments.pop("output")
     name = "out" if name == "output" else name
     call = {"fused_moe": fused_moe, "experts": experts}[function]
     if any(re.search(a, fault) and re.search(b, name) for a, b in LEGAL[function]):
-        call(**given)
+        call(**arguments)
         return
     with pytest.raises(ValueError) as error:
-        call(**given)
-    wanted = OTHERS.get(f"{name} {fault}", name)
-    assert str(error.value).startswith((f"{wanted}:", f"{wanted}=")), error.value
+        call(**arguments)
+    expected_name = OTHERS.get(f"{name} {fault}", name)
+    assert str(error.value).startswith((f"{expected_name}:", f"{expected_name}=")), error.value
 
 
 @pytest.mark.parametrize("name", TENSORS[:-1])
@@ -179,9 +179,9 @@ PLACED = torch.arange(16, dtype=torch.int32).remainder(4)
 
 
 def call_of_experts() -> dict[str, Any]:
-    given = arguments_of("experts")
-    del given["expert_map"], given["output"]
-    return given | {"topk_ids": torch.zeros(5, 3).long(), "topk_weights": torch.zeros(5, 3)}
+    arguments = arguments_of("experts")
+    del arguments["expert_map"], arguments["output"]
+    return arguments | {"topk_ids": torch.zeros(5, 3).long(), "topk_weights": torch.zeros(5, 3)}
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,9 @@ SCALARS = {
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_a_fault_of_a_scalar_is_named(good, name):
-    for value, given in SCALARS[name]:
+    for value, text in SCALARS[name]:
         message = refusal(good, **{name: value})
-        assert message.startswith(f"{name}: expected a") and given in message
+        assert message.startswith(f"{name}: expected a") and text in message
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,10 @@ def test_options(options, counts, layer):
 @pytest.mark.parametrize("expected_m", [4, 64, 300])
 def test_as_the_model(expected_m, counts, accurate, layer):
     call = layer.call(counts, True)
-    of, inputs, out = call_of(batched_experts, **call, accurate=accurate)
-    reference.batched(inputs, out.fill_(7), of.shape, of.terms, gate_first=True)
+    batched_layer, inputs, out = call_of(batched_experts, **call, accurate=accurate)
+    reference.batched(
+        inputs, out.fill_(7), batched_layer.shape, batched_layer.terms, gate_first=True
+    )
     got, there = run(call, expected_m=expected_m, accurate=accurate), there_of(call)
     # With two terms what is left is bfloat16's own rounding of values near a middle.
     assert calc_diff(got[there], out[there]) < (2e-6 if accurate else 1e-4)
@@ -209,12 +211,12 @@ def test_a_graph_serves_any_counts(expected_m, fp8, layer):
     with torch.cuda.graph(graph):
         batched_experts(**call)
     for counts in COUNTS.values():
-        given = layer.tokens(counts, fp8)
-        for name, tensor in given.items():
+        tokens = layer.tokens(counts, fp8)
+        for name, tensor in tokens.items():
             static[name].copy_(tensor)
         out.fill_(7)
         graph.replay()
-        assert torch.equal(out, run(given | layer.weights, expected_m=expected_m))
+        assert torch.equal(out, run(tokens | layer.weights, expected_m=expected_m))
 
 
 @backends("gpu")
@@ -244,8 +246,8 @@ def test_nothing_is_compiled_after_prepare(accurate, layer, monkeypatch, tmp_pat
     assert prepare(batched_experts, **call) >= 3
     monkeypatch.setattr(fused, "compiled", refuse)
     for rows, expected_m in ((1, 1), (7, 3), (100, 40), (300, None), (1200, 1000)):
-        given = layer.tokens([min(rows, n) for n in COUNTS["dozens"]], True, rows)
-        run(call | given, expected_m=expected_m)
+        tokens = layer.tokens([min(rows, n) for n in COUNTS["dozens"]], True, rows)
+        run(call | tokens, expected_m=expected_m)
     assert prepare(batched_experts, **call) == 0
     graph, static = torch.cuda.CUDAGraph(), call | layer.tokens(8 * [5], True, 77)
     out = torch.full((EXPERTS, 77, layer.hidden), 7.0, dtype=torch.bfloat16, device=layer.device)
@@ -360,11 +362,11 @@ def test_out_in_the_memory_of_an_input(layer):
 
 
 def test_more_rows_than_the_kernels_can_count():
-    """The tensors have no memory."""
+    """The tensors are on the meta device and have no memory."""
     sizes = (64, 2**18 + 1, 128, 2**18), (1, 131072, 16384, 131071), (1, 2**22 + 1, 128, 2**22)
     for local, rows, width, most in sizes:
         new = {"device": "meta", "dtype": torch.float8_e4m3fn}
-        given = {
+        arguments = {
             "x": torch.empty(local, rows, 128, dtype=torch.bfloat16, device="meta"),
             "num_tokens": torch.empty(local, dtype=torch.int32, device="meta"),
             "w13": torch.empty(local, 2 * width, 128, **new),
@@ -373,25 +375,25 @@ def test_more_rows_than_the_kernels_can_count():
             "w2_scale": torch.empty(local, 1, width // 128, device="meta"),
         }
         with pytest.raises(ValueError, match=f"^x: expected at most {most} rows of an expert"):
-            call_of(batched_experts, **given)
+            call_of(batched_experts, **arguments)
 
 
 # --- the configs, ahead of time -------------------------------------------------------------------
 
 
 def test_guesses_in_powers_of_two(call):
-    of, inputs, out = call_of(batched_experts, **call)
-    assert inputs.expected_m == 7 and of.key(inputs, out)[1:] == (7, 8)
+    layer, inputs, out = call_of(batched_experts, **call)
+    assert inputs.expected_m == 7 and layer.key(inputs, out)[1:] == (7, 8)
     for guess, used in ((1, 1), (2, 2), (3, 4), (5, 8), (1000, 8)):
-        key = of.key(inputs._replace(expected_m=guess), out)
-        assert key[-1] == used and of.chosen(guess, HOPPER) == of.chosen(
+        key = layer.key(inputs._replace(expected_m=guess), out)
+        assert key[-1] == used and layer.chosen(guess, HOPPER) == layer.chosen(
             1 << (guess - 1).bit_length(), HOPPER
         )
 
 
 def test_prepare_has_the_configs_of_every_guess(call):
-    of, *_ = call_of(batched_experts, **call)
-    chosen = [of.chosen(m, HOPPER) for m in range(1, 1025)]
+    layer, *_ = call_of(batched_experts, **call)
+    chosen = [layer.chosen(m, HOPPER) for m in range(1, 1025)]
     configs = ahead.all_configs(lambda m: chosen[m - 1], 1024)
     assert configs == [*dict.fromkeys(chosen)] and 3 <= len(configs) <= 8
     assert prepare(batched_experts, **call) == 0, "nothing on the CPU"
@@ -556,11 +558,11 @@ def test_any_number_of_rows(kernel, rows, counts, emulator):
 @in_the_emulator
 @an_early_one
 def test_counts_beyond_the_places(kernel, emulator):
-    """No memory around the arguments is read or written."""
+    """Counts are clamped to 0 ... `PLACES`. No memory around the arguments is read or written."""
     inputs = inputs_of(FP8, counts=[PLACES, 0, PLACES, 0, PLACES])
     wanted = output_of(inputs, kernel)
-    given = [2**31 - 1, -(2**31), PLACES + 1, -1, 2**30]
-    strange = inputs._replace(num_tokens=torch.tensor(given, dtype=torch.int32))
+    counts = [2**31 - 1, -(2**31), PLACES + 1, -1, 2**30]
+    strange = inputs._replace(num_tokens=torch.tensor(counts, dtype=torch.int32))
     assert torch.equal(output_of(strange, kernel), wanted)
     assert not any(report.hazards for report in emulator.reports)
 

@@ -77,12 +77,12 @@ def called(gpus, monkeypatch) -> list[str]:
 
 @pytest.fixture
 def layer(called) -> FusedLayer:
-    """After a call of as many tokens."""
-    made = FusedLayer(SHAPE)
-    made(*call())
+    """A layer that has had one call of `TOKENS` tokens."""
+    fused_layer = FusedLayer(SHAPE)
+    fused_layer(*call())
     assert called == ["validated", "prepared", f"fused {TOKENS}"]
     called.clear()
-    return made
+    return fused_layer
 
 
 def test_a_call_like_one_before_compares_nothing_twice(layer, called):
@@ -104,9 +104,9 @@ def test_calls_are_kept_by_tokens_and_gpu(layer, called, gpus):
 
 
 def test_no_tokens_first_and_in_between(called):
-    made, none, five = FusedLayer(SHAPE), call(tokens=0), call()
-    for given in (none, five, none, five):
-        made(*given)
+    layer, none, five = FusedLayer(SHAPE), call(tokens=0), call()
+    for arguments in (none, five, none, five):
+        layer(*arguments)
     validated, prepared, fused = "validated", "prepared", f"fused {TOKENS}"
     assert called == [validated, validated, prepared, fused, validated, fused]
 
@@ -182,8 +182,8 @@ BATCHED = Form(torch.int32, None, batched=True)
 def batched(rows: int = TOKENS, expected_m: int = 3, **changed) -> tuple[BatchedInputs, OnGpu]:
     tensors = (OnGpu(device=torch.device("cuda", 0), shape=(4, rows, 256)) for _ in range(8))
     first, output, x, _, *rest = tensors
-    given = BatchedInputs(first, expected_m, x, strided(torch.zeros(4, rows, 2)), *rest)
-    return given._replace(**changed), output
+    inputs = BatchedInputs(first, expected_m, x, strided(torch.zeros(4, rows, 2)), *rest)
+    return inputs._replace(**changed), output
 
 
 def strided(scales: torch.Tensor) -> torch.Tensor:
@@ -231,13 +231,13 @@ def test_batched_scales_of_any_strides_but_negated_ones(called):
 
 
 def test_a_batched_output_whose_experts_lie_apart_is_validated(called):
-    """The compiled function does not know how far apart they are to lie."""
+    """The compiled function does not know the stride between experts."""
     layer = BatchedLayer(GIVEN, form=BATCHED)
     layer(*batched())
     called.clear()
-    given, output = batched()
+    inputs, output = batched()
     output.contiguous = False
-    layer(given, output)
+    layer(inputs, output)
     assert called == ["validated", f"fused {TOKENS}"]
 
 

@@ -100,9 +100,9 @@ FORMS: dict[str, Callable[[torch.Tensor], tuple[dict[str, Any], torch.Tensor]]] 
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_of_every_form(form, accurate):
     call = call_of(23)
-    given, local = FORMS[form](call["topk_ids"])
+    changes, local = FORMS[form](call["topk_ids"])
     assert 0 < int((local >= 0).sum()) < local.numel()
-    out = experts(**call | given, accurate=accurate)
+    out = experts(**call | changes, accurate=accurate)
     assert out.dtype == torch.bfloat16 and out.shape == (23, SHAPE.hidden_size)
     assert calc_diff(out, brute_force(call, local)) < NEAR
     assert torch.equal((out == 0).all(dim=1), (local < 0).all(dim=1))
@@ -365,11 +365,11 @@ def test_an_id_of_any_size_that_is_not_local_adds_nothing(dtype, mapped):
     ).to(dtype)
     placed = random_map()
     placed[9], placed[10] = L, -5  # what is no place here
-    given = {"expert_map": placed} if mapped else {"local_expert_offset": OFFSET}
+    placement = {"expert_map": placed} if mapped else {"local_expert_offset": OFFSET}
     call["topk_ids"][2] = torch.tensor([9, 10, 5]).to(dtype)
     here = 0 if mapped else 1
     local = torch.tensor([[-1, here, -1], [-1, -1, -1], [-1, -1, here]])
-    out = experts(**call, **given)
+    out = experts(**call, **placement)
     assert calc_diff(out, brute_force(call, local)) < NEAR
     assert (out[1] == 0).all() and (out[[0, 2]] != 0).any(dim=1).all()
 
@@ -396,9 +396,9 @@ def test_an_expert_that_is_given_twice_and_a_weight_of_0():
 
 
 @pytest.fixture(scope="module")
-def given_to(backend) -> Callable[[int], tuple[torch.Tensor, ...]]:
-    """Make arguments for a number of tokens. There are 257 narrow experts; all tokens choose the
-    last."""
+def make_arguments(backend) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    """Return a function that makes arguments for a number of tokens. There are 257 narrow experts;
+    all tokens choose the last."""
     generator = torch.Generator(backend.device).manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -413,27 +413,27 @@ def given_to(backend) -> Callable[[int], tuple[torch.Tensor, ...]]:
         ids = random(tokens, 256).topk(8).indices
         ids[::3, 0] = ids[::3, 1]
         ids = torch.cat([ids, torch.full_like(ids[:, :1], 256)], dim=1)
-        given = random(tokens, 9).abs()
-        given[::5, 2] = 0
-        return ids, given, x, w13, w13_scale, w2, w2_scale
+        topk_weights = random(tokens, 9).abs()
+        topk_weights[::5, 2] = 0
+        return ids, topk_weights, x, w13, w13_scale, w2, w2_scale
 
     return make
 
 
 @of_a_device
-def test_a_shared_expert_and_experts_that_are_given_twice(given_to, backend):
+def test_a_shared_expert_and_experts_that_are_given_twice(make_arguments, backend):
     """A shared expert is one more id: the last of 257."""
     for tokens in (5, 70, 2000) if backend.name == "gpu" else (5,):
-        arguments = given_to(tokens)
+        arguments = make_arguments(tokens)
         out, on_cpu = experts(*arguments).cpu(), [tensor.cpu() for tensor in arguments]
         if backend.name == "gpu":
             assert calc_diff(out, experts(*on_cpu)) < LAYER_DIFF
             continue
-        ids, given, x, w13, w13_scale, *second = on_cpu
+        ids, topk_weights, x, w13, w13_scale, *second = on_cpu
         tensors = *quantise_rows(x), swapped(w13), swapped(w13_scale), *second
-        call = dict(zip(NAMES, (ids, given, *tensors), strict=True))
+        call = dict(zip(NAMES, (ids, topk_weights, *tensors), strict=True))
         assert calc_diff(out, brute_force(call, ids)) < NEAR
-        assert not torch.equal(experts(ids, given + (ids == 256), *on_cpu[2:]), out)
+        assert not torch.equal(experts(ids, topk_weights + (ids == 256), *on_cpu[2:]), out)
 
 
 @backends("gpu")
@@ -447,10 +447,10 @@ def test_a_shared_expert_and_experts_that_are_given_twice(given_to, backend):
     ids=str,
 )
 @pytest.mark.parametrize("accurate", [False, True])
-def test_options_of_the_activation_and_the_scales(accurate, options, given_to):
+def test_options_of_the_activation_and_the_scales(accurate, options, make_arguments):
     limit = 1e-5 if accurate else LAYER_DIFF
     for tokens in (1, 33, 300):
-        arguments = given_to(tokens)
+        arguments = make_arguments(tokens)
         out = experts(*arguments, accurate=accurate, **options)
         on_cpu = experts(*(tensor.cpu() for tensor in arguments), accurate=accurate, **options)
         assert calc_diff(out.cpu(), on_cpu) < limit
@@ -458,9 +458,9 @@ def test_options_of_the_activation_and_the_scales(accurate, options, given_to):
 
 
 @backends("gpu")
-def test_weight_scales_in_e8m0_have_the_bits_of_float32(given_to):
+def test_weight_scales_in_e8m0_have_the_bits_of_float32(make_arguments):
     for tokens in (1, 33, 300):
-        *arguments, w13, w13_scale, w2, w2_scale = given_to(tokens)
+        *arguments, w13, w13_scale, w2, w2_scale = make_arguments(tokens)
         exponents = [scale.to(torch.float8_e8m0fnu) for scale in (w13_scale, w2_scale)]
         numbers = [scale.float() for scale in exponents]
         outputs = [experts(*arguments, w13, a, w2, b) for a, b in (exponents, numbers)]
@@ -524,7 +524,7 @@ def test_no_token():
 
 
 def test_a_float32_bias_is_not_rounded():
-    """A real model's lies in a narrow range: of its values few are left in bfloat16."""
+    """A real model's bias lies in a narrow range: bfloat16 has few values there."""
     shape = MoeShape(num_experts=64, num_local_experts=64, n_group=8, topk_group=4, top_k=8,
                      hidden_size=128, intermediate_size=128)  # fmt: skip
     generator = torch.Generator().manual_seed(3)
@@ -550,9 +550,9 @@ def test_a_float32_bias_is_not_rounded():
     w2, w2_scale = quantise_blocks(torch.randn(64, 128, 128, generator=generator))
     weights = x, x_scale, w13, w13_scale, w2, w2_scale
     outputs = [fused_moe(logits, b, *weights) for b in (bias, bias.bfloat16(), None)]
-    for out, of in zip(outputs, (bias, bias.bfloat16(), None), strict=True):
-        ids, given = choose_experts(logits, of, 1.0, shape)
-        call = (ids, given, x, w13, w13_scale, w2, w2_scale)
+    for out, routing_bias in zip(outputs, (bias, bias.bfloat16(), None), strict=True):
+        ids, topk_weights = choose_experts(logits, routing_bias, 1.0, shape)
+        call = (ids, topk_weights, x, w13, w13_scale, w2, w2_scale)
         assert torch.equal(experts(*call, x_scale=x_scale, gate_first=False), out)
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
 
@@ -565,14 +565,14 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> int:
 
 @backends("gpu")
 def test_a_float32_bias_chooses_as_in_torch(engine):
-    """The choices are those of the torch routing, but where a sigmoid's last bit decides."""
+    """The choices equal torch's, except where the last bit of a sigmoid decides."""
     call, inputs = engine.call(901)
     bias = 7 + 0.1 * torch.rand(256, generator=torch.Generator().manual_seed(0)).cuda()
     weights = call["w13"], call["w13_scale"], call["w2"], call["w2_scale"]
     options = {"local_expert_offset": engine.offset, "gate_first": True}
     for logits in (inputs[0], inputs[0].bfloat16()):
-        ids, given = choose_experts(logits, bias, 1.0, engine.shape)
-        wanted = experts(**call | {"topk_ids": ids, "topk_weights": given})
+        ids, topk_weights = choose_experts(logits, bias, 1.0, engine.shape)
+        wanted = experts(**call | {"topk_ids": ids, "topk_weights": topk_weights})
         got = fused_moe(logits, bias, call["x"], None, *weights, **options)
         assert differ(got, wanted) <= 3
         rounded = fused_moe(logits, bias.bfloat16(), call["x"], None, *weights, **options)
@@ -592,20 +592,20 @@ def test_no_bias_is_a_bias_of_0_and_bfloat16_logits_are_their_numbers():
 
 @pytest.mark.parametrize("apart", [1, 0, -1])
 def test_an_output_between_the_lines_of_scales_that_lie_apart(apart):
-    """Scales reach further than they have elements: 20 bytes from line to line 4 KB apart, and the
-    output is past the first line's. Behind the last element it has memory of its own."""
+    """Two lines of scales, 20 bytes each, lie far apart. An output between them, or over the last
+    element, is refused; one behind the last element is accepted."""
     call, floats = call_of(5), 5 * SHAPE.hidden_size // 2
     room = torch.zeros(2 * floats + 64, dtype=torch.float32)
     scale = room.as_strided((2, 5), (floats + 16, 1))
     scale.copy_(call["x_scale"])
     begin = 16 if apart > 0 else floats + 16 + 8 + 4 * apart
     out = room[begin:][:floats].view(torch.bfloat16).view(5, -1)
-    given = call | {"x_scale": scale, "out": out}
+    arguments = call | {"x_scale": scale, "out": out}
     if apart:
         with pytest.raises(ValueError, match="^out: expected memory of its own, got .* x_scale"):
-            experts(**given)
+            experts(**arguments)
     else:
-        assert experts(**given) is out
+        assert experts(**arguments) is out
 
 
 @pytest.mark.parametrize(
@@ -668,8 +668,8 @@ def bfloat16(tokens: int) -> torch.Tensor:
     return torch.randn(tokens, EMULATED.hidden_size).bfloat16()
 
 
-def given(tokens: int, **changes: Any) -> RoutedInputs:
-    """The choices of `usual`, a token's in another order."""
+def routed_inputs(tokens: int, **changes: Any) -> RoutedInputs:
+    """Return inputs with the experts that `usual` chooses, each token's in random order."""
     inputs = usual(tokens)
     ids, weights = choose_experts(*inputs[:2], 2.5, EMULATED)
     order = torch.rand(ids.shape, generator=torch.Generator().manual_seed(5)).argsort(dim=1)
@@ -685,28 +685,29 @@ KINDS = (
 
 
 def calls(tokens: int) -> dict[str, Call]:
-    """Calls that must have the bits of `usual`; between them they have all there is to choose."""
+    """Return calls whose outputs must equal that of `usual` to the bit. Together they cover every
+    form of the arguments."""
     inputs = usual(tokens)
     scale = inputs.hidden_states_scale
     halves = swapped(inputs.gemm1_weights), swapped(inputs.gemm1_weights_scale)
     x = {"x": bfloat16(tokens), "x_scale": None}
     placed = torch.full((16,), -1, dtype=torch.int32)
     placed[OFFSET : OFFSET + 5] = torch.arange(5, dtype=torch.int32)
-    mapped = given(tokens, expert_map=placed, local_expert_offset=0, w13=halves[0])
+    mapped = routed_inputs(tokens, expert_map=placed, local_expert_offset=0, w13=halves[0])
     mapped = mapped._replace(w13_scale=halves[1], **x)
-    strided = given(tokens, x_scale=scale.t().contiguous().t())
+    strided = routed_inputs(tokens, x_scale=scale.t().contiguous().t())
     strided = strided._replace(topk_ids=strided.topk_ids.int())
     chosen = inputs._replace(
         routing_bias=inputs.routing_bias.float(), hidden_states=x["x"], hidden_states_scale=None,
         gemm1_weights=halves[0], gemm1_weights_scale=halves[1],
     )  # fmt: skip
     f32, i64 = torch.float32, torch.int64
-    made = (
+    cases = (
         Call(mapped, GIVEN, Form(i64, f32, BF16, gate_first=True, has_map=True)),
         Call(strided, GIVEN, Form(torch.int32, f32, strided_scales=True)),
         Call(chosen, EMULATED, Form(f32, f32, BF16, gate_first=True)),
     )
-    return dict(zip(KINDS, made, strict=True))
+    return dict(zip(KINDS, cases, strict=True))
 
 
 def output_of(call: Call, target: str, name: str) -> torch.Tensor:
@@ -812,7 +813,7 @@ def test_experts_that_are_given_twice_as_the_model(case, layer, emulator):
     ids[:13] = torch.arange(13).remainder(5).unsqueeze(1)
     ids[13:26, :2] = 1
     ids[20:40, 2] = 4
-    inputs = given(40, topk_ids=ids, local_expert_offset=0)
+    inputs = routed_inputs(40, topk_ids=ids, local_expert_offset=0)
     inputs.topk_weights[::3, 1] = 0
     form = Form(torch.int32, torch.float32)
     got, wanted = output_of(Call(inputs, GIVEN, form), *case), torch.empty(40, 384, dtype=BF16)

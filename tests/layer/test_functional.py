@@ -29,10 +29,14 @@ def test_allocates_or_writes_a_given_output(tokens, accurate):
     tensors = tensors_of(tokens)
     wanted = wanted_of(tensors, 4, 2.5, 2 if accurate else 1)
     options = {"local_expert_offset": 4, "routed_scaling_factor": 2.5, "accurate": accurate}
-    made = fused_moe(*tensors, **options, **ROUTING)
+    allocated = fused_moe(*tensors, **options, **ROUTING)
     out = torch.full_like(wanted, torch.nan)
     assert fused_moe(*tensors, **options, **ROUTING, out=out) is out
-    assert made.dtype == torch.bfloat16 and torch.equal(made, wanted) and torch.equal(out, wanted)
+    assert (
+        allocated.dtype == torch.bfloat16
+        and torch.equal(allocated, wanted)
+        and torch.equal(out, wanted)
+    )
     assert tokens == 0 or bool((wanted != 0).any())
 
 
@@ -83,20 +87,20 @@ def test_compiled_on_a_gpu(compiler, make_inputs):
 
 
 def test_the_compiler_keeps_the_strides_of_the_inputs():
-    """Inductor would hand over rows of 1056 where there are 1027."""
+    """Inductor would pad rows of 1027 elements to 1056."""
     logits, bias, x, scale, *weights = tensors_of(1027)  # a row is padded from 1024 on
 
     def layer(scale: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
         return fused_moe(logits, bias, x, torch.mm(same, scale), *weights, **ROUTING)
 
-    # Without the cache, which does not look at tags; and where none is said, none is assumed.
+    # Without the cache, which ignores tags. An operator without a tag may get any strides.
     uncached = torch.compiler.config.patch(force_disable_caches=True)
     untagged = functorch.patch(custom_op_default_layout_constraint="flexible_layout")
     with uncached, untagged:
         as_on_a_gpu = {"disable_padding_cpu": False}
         compiled = torch.compile(layer, fullgraph=True, dynamic=False, options=as_on_a_gpu)
-        made = compiled(scale, torch.eye(2))
-    assert torch.equal(made, layer(scale, torch.eye(2)))
+        out = compiled(scale, torch.eye(2))
+    assert torch.equal(out, layer(scale, torch.eye(2)))
 
 
 COPIES = """

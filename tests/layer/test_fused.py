@@ -187,7 +187,8 @@ REFUSED = (
 
 @in_the_emulator
 def test_the_compiled_function_refuses(emulator):
-    """`FusedLayer` leaves these checks to it. Nothing is launched, and the next call is right."""
+    """`FusedLayer` leaves these checks to the compiled function. A refused call launches nothing,
+    and the next call is right."""
     inputs = inputs_of(9, 4)
     arguments = {**inputs._asdict(), "output": fused_output_of(inputs, "8 swapped")}
     wanted = arguments["output"].clone()
@@ -197,10 +198,10 @@ def test_the_compiled_function_refuses(emulator):
     for fault, name in product(REFUSED, [*MoeInputs._fields[:8], "output"]):
         if fault == "address" and name.endswith("scale"):
             continue  # not asked of them
-        given = arguments | {name: FAULTS[fault][0](arguments[name])}
-        output = given.pop("output")
+        faulty = arguments | {name: FAULTS[fault][0](arguments[name])}
+        output = faulty.pop("output")
         try:
-            call(MoeInputs(**given), output)
+            call(MoeInputs(**faulty), output)
             accepted.append((fault, name))
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
             continue

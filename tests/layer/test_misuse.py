@@ -187,19 +187,19 @@ def test_not_finite_as_in_the_reference(name, bad, inputs, clean, reference) -> 
 @on_a_gpu
 @pytest.mark.parametrize(("name", "bad"), [case for case in WHERE if case[1] != -torch.inf])
 def test_not_finite_as_in_the_model(name, bad, make_inputs):
-    """The model's outputs are finite where the reference's are."""
+    """Outputs are finite exactly where the model's are."""
     inputs = make_inputs(9, "all_to_one")
     changed, wanted = with_bad(inputs, name, bad), new_output(inputs)
     model.fused(changed, wanted, DEEPSEEK)
     spreads = not name.startswith("routing") or (name == "routing_logits" and bad != bad)
     assert bool(wanted.isfinite().all()) != spreads
-    for of, module in {"flat": v4, "fused": v5, "hifi": v6}.items():
+    for generation, module in {"flat": v4, "fused": v5, "hifi": v6}.items():
         got, clean = module_output(module, changed), module_output(module, inputs)
-        assert torch.equal(got.isfinite(), wanted.isfinite()), of
+        assert torch.equal(got.isfinite(), wanted.isfinite()), generation
         if name in ("hidden_states", "hidden_states_scale"):
             others = torch.arange(9, device="cuda") != 4
-            assert torch.equal(got[others], clean[others]), f"{of}: other tokens have it"
-        assert torch.equal(module_output(module, inputs), clean), f"{of}: it stays"
+            assert torch.equal(got[others], clean[others]), f"{generation}: other tokens have it"
+        assert torch.equal(module_output(module, inputs), clean), f"{generation}: it stays"
 
 
 @each
@@ -207,12 +207,12 @@ def test_logits_that_are_all_nan_are_their_tokens_alone(layer, inputs, clean) ->
     """Logits of padding may be NaN. Every expert is local, so that the output is not zero."""
     shape = replace(layer.shape, num_local_experts=8, num_experts=8, n_group=2, topk_group=1,
                     top_k=3)  # fmt: skip
-    given = bruteforce.random_inputs(shape, TOKENS, 0, seed=3)
+    all_local = bruteforce.random_inputs(shape, TOKENS, 0, seed=3)
     layer = replace(layer, shape=shape)
-    wanted = output_of(layer, given)
-    logits = given.routing_logits.clone()
+    wanted = output_of(layer, all_local)
+    logits = all_local.routing_logits.clone()
     logits[2] = torch.nan
-    got = output_of(layer, given._replace(routing_logits=logits))
+    got = output_of(layer, all_local._replace(routing_logits=logits))
     assert got[2].isnan().all() and wanted.isfinite().all()
     others = torch.arange(TOKENS) != 2
     assert torch.equal(got[others], wanted[others])
@@ -224,16 +224,16 @@ def test_scales_of_experts_without_a_token_do_not_matter(layer, scale) -> None:
     """Experts that were never loaded or trained have such scales."""
     shape = replace(layer.shape, num_experts=8, num_local_experts=8, n_group=1, topk_group=1,
                     top_k=2)  # fmt: skip
-    given = bruteforce.random_inputs(shape, TOKENS, 0, seed=4)
-    given.routing_logits[:, 5:] = -20.0
-    given.routing_bias[:5], given.routing_bias[5:] = 1.0, 0.0
+    inputs = bruteforce.random_inputs(shape, TOKENS, 0, seed=4)
+    inputs.routing_logits[:, 5:] = -20.0
+    inputs.routing_bias[:5], inputs.routing_bias[5:] = 1.0, 0.0
     layer = replace(layer, shape=shape)
     changed = {}
     for name in ("gemm1_weights_scale", "gemm2_weights_scale"):
-        changed[name] = getattr(given, name).clone()
+        changed[name] = getattr(inputs, name).clone()
         changed[name][5:] = scale
-    wanted = output_of(layer, given)
-    assert torch.equal(output_of(layer, given._replace(**changed)), wanted) and wanted.any()
+    wanted = output_of(layer, inputs)
+    assert torch.equal(output_of(layer, inputs._replace(**changed)), wanted) and wanted.any()
 
 
 # --- random problems ------------------------------------------------------------------------------
@@ -356,15 +356,15 @@ def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_in
     inputs = make_inputs(tokens)
     pairs = {name: guarded(getattr(inputs, name)) for name in TENSORS}
     padded = inputs._replace(**{name: tensor for name, (_, tensor) in pairs.items()})
-    for of, module in MODULES.items():
+    for generation, module in MODULES.items():
         wanted = module_output(module, inputs)
         around, output = guarded(new_output(inputs))
         module.run(*padded, output)
-        assert torch.equal(output, wanted), f"{of} reads what is around its arguments"
+        assert torch.equal(output, wanted), f"{generation} reads what is around its arguments"
         pads = {"output": around} | {name: memory for name, (memory, _) in pairs.items()}
         for name, memory in pads.items():
             whole = bool((memory[:PAD] == 0xFF).all()) and bool((memory[-PAD:] == 0xFF).all())
-            assert whole, f"{of} writes around {name}"
+            assert whole, f"{generation} writes around {name}"
     for name, (memory, _) in pairs.items():
         original = getattr(inputs, name).view(-1).view(torch.uint8)
         assert torch.equal(memory[PAD:-PAD], original), f"{name} was written"
@@ -376,15 +376,15 @@ def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_in
 def test_what_others_left_in_memory(tokens, byte, make_inputs):
     """The allocator hands out used memory, small pieces and large ones."""
     inputs = make_inputs(tokens)
-    wanted = {of: module_output(module, inputs) for of, module in MODULES.items()}
-    for of, module in MODULES.items():
+    wanted = {generation: module_output(module, inputs) for generation, module in MODULES.items()}
+    for generation, module in MODULES.items():
         output = new_output(inputs)
         torch.cuda.empty_cache()
         left = [torch.full((2**n,), byte, dtype=torch.uint8, device="cuda") for n in (18, 32)]
         left += [torch.full_like(left[0], byte) for _ in range(64)]
         del left
         module.run(*inputs, output)
-        assert torch.equal(output, wanted[of]), of
+        assert torch.equal(output, wanted[generation]), generation
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def held() -> PerStream:
-    """Makes a new object at every call."""
+def per_stream() -> PerStream:
+    """A `PerStream` whose function makes a new object at every call."""
     return PerStream(lambda tokens, device: SimpleNamespace(tokens=tokens))
 
 
@@ -40,69 +40,70 @@ def gpu(monkeypatch) -> SimpleNamespace:
     return state
 
 
-def test_kept_until_the_arguments_change(held):
-    first = held(80, CPU)
-    assert held(80, CPU) is first
-    other = held(81, CPU)
+def test_kept_until_the_arguments_change(per_stream):
+    first = per_stream(80, CPU)
+    assert per_stream(80, CPU) is first
+    other = per_stream(81, CPU)
     assert other is not first and other.tokens == 81
-    assert held(80, CPU) is not first, "one set a stream is kept: they are large"
+    assert per_stream(80, CPU) is not first, "one set a stream is kept: they are large"
 
 
-def test_each_stream_has_its_own(held, gpu):
-    first = held(80, GPU)
+def test_each_stream_has_its_own(per_stream, gpu):
+    first = per_stream(80, GPU)
     gpu.stream = 2
-    second = held(80, GPU)
+    second = per_stream(80, GPU)
     assert second is not first
     gpu.stream = 1
-    assert held(80, GPU) is first
+    assert per_stream(80, GPU) is first
 
 
-def test_the_stream_used_longest_ago_is_forgotten(held, gpu):
-    made = {}
+def test_the_stream_used_longest_ago_is_forgotten(per_stream, gpu):
+    objects = {}
     for gpu.stream in range(STREAMS + 1):
-        made[gpu.stream] = held(80, GPU)
+        objects[gpu.stream] = per_stream(80, GPU)
     gpu.stream = STREAMS
-    assert held(80, GPU) is made[STREAMS]
+    assert per_stream(80, GPU) is objects[STREAMS]
     gpu.stream = 0
-    assert held(80, GPU) is not made[0]
+    assert per_stream(80, GPU) is not objects[0]
 
 
-def test_a_capture_gets_its_own(held, gpu):
-    """The graph outlives what is kept: a call of another size would free it under the graph."""
-    first = held(80, GPU)
+def test_a_capture_gets_its_own(per_stream, gpu):
+    """A graph needs its buffers for as long as it lives: a call of another size would free the
+    stream's."""
+    first = per_stream(80, GPU)
     gpu.capturing = True
-    captured = held(80, GPU)
-    assert captured is not first and held(80, GPU) is not captured
+    captured = per_stream(80, GPU)
+    assert captured is not first and per_stream(80, GPU) is not captured
     gpu.capturing = False
-    assert held(80, GPU) is first
+    assert per_stream(80, GPU) is first
 
 
-def test_a_capture_that_is_measured_gets_its_streams(held, gpu, monkeypatch):
+def test_a_capture_that_is_measured_gets_its_streams(per_stream, gpu, monkeypatch):
     """Buffers that a replay fills, and a call does not, are no part of the call's time."""
-    first = held(80, GPU)
+    first = per_stream(80, GPU)
     gpu.capturing = True
     monkeypatch.setenv(REUSE, "1")
-    assert held(80, GPU) is first
-    other = held(81, GPU)
-    assert other.tokens == 81 and held(81, GPU) is not other, "nothing of the graph is kept"
-    assert held(80, GPU) is first
+    assert per_stream(80, GPU) is first
+    other = per_stream(81, GPU)
+    assert other.tokens == 81 and per_stream(81, GPU) is not other, "nothing of the graph is kept"
+    assert per_stream(80, GPU) is first
 
 
-def test_each_thread_has_its_own(held):
-    found, together = [], threading.Barrier(4)
+def test_each_thread_has_its_own(per_stream):
+    pairs, together = [], threading.Barrier(4)
 
     def call() -> None:
-        first = held(80, CPU)
+        first = per_stream(80, CPU)
         together.wait()
-        found.append((first, held(80, CPU)))
+        pairs.append((first, per_stream(80, CPU)))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(first is again for first, again in found)
-    assert len({id(first) for first, _ in found}) == 4
+    assert all(first is again for first, again in pairs)
+    assert len({id(first) for first, _ in pairs}) == 4
 
 
 def test_everything_that_a_baseline_writes_to_is_held_so():

@@ -49,8 +49,8 @@ def test_what_is_quantised_is_contiguous_whatever_it_was_made_of():
         (quantise_rows, torch.randn(256, 128).t()),
         (quantise_blocks, torch.randn(2, 256, 128).transpose(1, 2)),
     ):
-        for found, wanted in zip(quantise(x), quantise(x.contiguous()), strict=True):
-            assert found.is_contiguous() and torch.equal(found.float(), wanted.float())
+        for tensor, wanted in zip(quantise(x), quantise(x.contiguous()), strict=True):
+            assert tensor.is_contiguous() and torch.equal(tensor.float(), wanted.float())
 
 
 def test_zeros_are_zeros():
@@ -63,7 +63,7 @@ BLOCKS = r"^w: expected floating-point \[..., N, K\], multiples of 128, got "
 
 
 @pytest.mark.parametrize(
-    ("quantise", "given", "message"),
+    ("quantise", "x", "message"),
     [
         (quantise_rows, torch.zeros(2, 100), ROWS + r"torch.float32 \[2, 100\]"),
         (quantise_rows, torch.zeros(128), ROWS + r"torch.float32 \[128\]"),
@@ -76,6 +76,6 @@ BLOCKS = r"^w: expected floating-point \[..., N, K\], multiples of 128, got "
         (quantise_blocks, None, BLOCKS + "NoneType$"),
     ],
 )
-def test_what_cannot_be_quantised_is_named(quantise, given, message):
+def test_what_cannot_be_quantised_is_named(quantise, x, message):
     with pytest.raises(ValueError, match=message):
-        quantise(given)
+        quantise(x)

@@ -18,21 +18,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def of_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:
+def of_experts(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     names = ("ids", "weights", "x", *WEIGHTS)
-    return experts(*(given[name] for name in names), out=given.get("out"))
+    return experts(*(inputs[name] for name in names), out=inputs.get("out"))
 
 
-def of_fused_moe(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    of_weights = (given[name] for name in WEIGHTS)
-    options = {"n_group": 4, "topk_group": 2, "top_k": TOP_K, "out": given.get("out")}
-    return fused_moe(given["logits"], given["bias"], given["x"], None, *of_weights, **options)
+def of_fused_moe(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    of_weights = (inputs[name] for name in WEIGHTS)
+    options = {"n_group": 4, "topk_group": 2, "top_k": TOP_K, "out": inputs.get("out")}
+    return fused_moe(inputs["logits"], inputs["bias"], inputs["x"], None, *of_weights, **options)
 
 
-def of_batched_experts(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    of_weights = (given[name] for name in WEIGHTS)
-    tokens = (given["by_expert"], given["num_tokens"])
-    return batched_experts(*tokens, *of_weights, expected_m=TOKENS, out=given.get("out"))
+def of_batched_experts(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    of_weights = (inputs[name] for name in WEIGHTS)
+    tokens = (inputs["by_expert"], inputs["num_tokens"])
+    return batched_experts(*tokens, *of_weights, expected_m=TOKENS, out=inputs.get("out"))
 
 
 Layer = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -88,10 +88,10 @@ def short_ways(request, monkeypatch):
 
 @LAYERS
 def test_a_later_call_computes_the_same_on_a_shorter_way(layer, short_ways, request):
-    given = tensors()
-    right, other = layer(given), layer(tensors(1))
+    inputs = tensors()
+    right, other = layer(inputs), layer(tensors(1))
     out = torch.zeros_like(right)
-    assert layer(given | {"out": out}) is out and torch.equal(out, right)
+    assert layer(inputs | {"out": out}) is out and torch.equal(out, right)
     assert out._version > 0
     assert not torch.equal(other, right)
     if "later call" in request.node.name:
@@ -111,35 +111,34 @@ def test_make_fx_records_one_node_that_computes(layer, mode):
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(layer, strict):
     class Module(torch.nn.Module):
-        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-            return layer(given)
+        def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            return layer(inputs)
 
     tokens = torch.export.Dim("tokens", max=2**20)
     shapes = dict.fromkeys(tensors()) | {"by_expert": {1: tokens}}
     shapes |= dict.fromkeys(("logits", "ids", "weights", "x"), {0: tokens})
-    given = (tensors(),)
-    exported = torch.export.export(Module(), given, dynamic_shapes=(shapes,), strict=strict)
+    exported = torch.export.export(Module(), (tensors(),), dynamic_shapes=(shapes,), strict=strict)
     assert operator(layer) in calls_of(exported.graph)
     file = io.BytesIO()
     torch.export.save(exported, file)
     file.seek(0)
     loaded = torch.export.load(file).module()
     for count in (1, TOKENS, 40):
-        given = tensors(1, count)
-        assert torch.equal(loaded(given), layer(given))
+        inputs = tensors(1, count)
+        assert torch.equal(loaded(inputs), layer(inputs))
 
 
 @LAYERS
 def test_compiled_without_a_break(layer):
-    """For any number of tokens, and into an output that is there."""
+    """For any number of tokens, and with an output as argument."""
     compiled = torch.compile(
-        lambda given: layer(given) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
+        lambda inputs: layer(inputs) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
     )
     for count in (3, 17, 40):
-        given = tensors(1, count)
-        given |= {"out": torch.full_like(given[tokens_of(layer)], torch.nan)}
+        inputs = tensors(1, count)
+        inputs |= {"out": torch.full_like(inputs[tokens_of(layer)], torch.nan)}
         wanted = layer(tensors(1, count))
-        assert torch.equal(compiled(given), 2 * wanted) and torch.equal(given["out"], wanted)
+        assert torch.equal(compiled(inputs), 2 * wanted) and torch.equal(inputs["out"], wanted)
 
 
 @LAYERS
@@ -150,9 +149,9 @@ def test_a_dispatch_mode_sees_one_operator(layer):
             return function(*args, **(kwargs or {}))
 
     seen: list[str] = []
-    given = tensors()
+    inputs = tensors()
     with Recorder():
-        layer(given)
+        layer(inputs)
     assert seen == ["aten.empty_like.default", operator(layer)]
 
 
@@ -160,23 +159,23 @@ def test_a_dispatch_mode_sees_one_operator(layer):
 @pytest.mark.parametrize("inside", [True, False])
 def test_fake_tensors_have_the_output_s_shape_and_type(layer, inside):
     mode = FakeTensorMode()
-    given = {name: mode.from_tensor(tensor) for name, tensor in tensors().items()}
+    inputs = {name: mode.from_tensor(tensor) for name, tensor in tensors().items()}
     if inside:
         with mode:
-            out = layer(given)
+            out = layer(inputs)
     else:
-        out = layer(given)
-    x = given[tokens_of(layer)]
+        out = layer(inputs)
+    x = inputs[tokens_of(layer)]
     assert type(out) is type(x)
     assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)
 
 
 @LAYERS
 def test_meta_tensors(layer):
-    given = {name: tensor.to("meta") for name, tensor in tensors().items()}
-    out = layer(given)
+    inputs = {name: tensor.to("meta") for name, tensor in tensors().items()}
+    out = layer(inputs)
     assert out.is_meta
-    assert (out.shape, out.dtype) == (given[tokens_of(layer)].shape, torch.bfloat16)
+    assert (out.shape, out.dtype) == (inputs[tokens_of(layer)].shape, torch.bfloat16)
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -189,13 +188,13 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 @LAYERS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_beside_tokens_of_a_subclass_what_is_wrong_is_named(layer, change):
-    """The operator would not name the argument."""
-    given, what = tensors(), tokens_of(layer)
-    given[what] = torch.nn.Parameter(given[what], requires_grad=False)
-    assert torch.equal(layer(given), layer(tensors()))
-    given |= {name: change(given[name]) for name in ("ids", "logits", "num_tokens")}
+    """The operator alone would not name the argument."""
+    inputs, what = tensors(), tokens_of(layer)
+    inputs[what] = torch.nn.Parameter(inputs[what], requires_grad=False)
+    assert torch.equal(layer(inputs), layer(tensors()))
+    inputs |= {name: change(inputs[name]) for name in ("ids", "logits", "num_tokens")}
     with pytest.raises(ValueError, match="^(topk_|routing_|num_|x).*: expected"):
-        layer(given)
+        layer(inputs)
 
 
 TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -209,9 +208,9 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 @LAYERS
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_are_refused_by_name(name, layer):
-    given, what = tensors(), tokens_of(layer)
+    inputs, what = tensors(), tokens_of(layer)
     with pytest.raises(RuntimeError, match=f"expected no transform of torch.func .*{name}$"):
-        TRANSFORMS[name](lambda x: layer(given | {what: x}), given[what])
+        TRANSFORMS[name](lambda x: layer(inputs | {what: x}), inputs[what])
 
 
 WANTED = [(of_experts, "x", "x"), (of_experts, "weights", "topk_weights"),
@@ -221,29 +220,29 @@ WANTED = [(of_experts, "x", "x"), (of_experts, "weights", "topk_weights"),
           (of_batched_experts, "by_expert", "x"), (of_batched_experts, "w2", "w2")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "wanted", "name"), WANTED)
-def test_a_derivative_is_refused_by_the_argument_s_name(layer, wanted, name):
-    given = tensors()
-    right = layer(given)
-    given[wanted].requires_grad_()
+@pytest.mark.parametrize(("layer", "key", "name"), WANTED)
+def test_a_derivative_is_refused_by_the_argument_s_name(layer, key, name):
+    inputs = tensors()
+    right = layer(inputs)
+    inputs[key].requires_grad_()
     with pytest.raises(ValueError, match=f"^{name}: expected a tensor without derivative"):
-        (given[tokens_of(layer)] + layer(given)).sum()
+        (inputs[tokens_of(layer)] + layer(inputs)).sum()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match=f"{name}: expected a tensor without derivative"):
-        compiled(given)
+        compiled(inputs)
     for without in (torch.no_grad, torch.inference_mode):
         with without():
-            assert torch.equal(layer(given), right)
+            assert torch.equal(layer(inputs), right)
 
 
 @LAYERS
 def test_an_output_that_wants_a_derivative_is_refused(layer):
-    given = tensors()
-    out = layer(given).requires_grad_()
+    inputs = tensors()
+    out = layer(inputs).requires_grad_()
     with pytest.raises(ValueError, match="^out: expected a tensor without derivative"):
-        layer(given | {"out": out})
+        layer(inputs | {"out": out})
     with torch.no_grad():
-        assert torch.equal(layer(given | {"out": torch.zeros_like(out)}), out)
+        assert torch.equal(layer(inputs | {"out": torch.zeros_like(out)}), out)
 
 
 def test_autograd_sees_that_the_output_was_written():
@@ -260,23 +259,23 @@ def test_autograd_sees_that_the_output_was_written():
 @LAYERS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(layer, dtype):
-    given = tensors()
-    wanted = layer(given)
+    inputs = tensors()
+    wanted = layer(inputs)
     with torch.autocast("cpu", dtype=dtype):
-        assert torch.equal(layer(given), wanted)
+        assert torch.equal(layer(inputs), wanted)
 
 
 def test_the_operator_refuses_it_too():
-    given = tensors()
-    call = (given["ids"], given["weights"], given["x"].requires_grad_(), None)
-    rest = (*(given[name] for name in WEIGHTS), 0, None, None, True, False, *PLAIN)
+    inputs = tensors()
+    call = (inputs["ids"], inputs["weights"], inputs["x"].requires_grad_(), None)
+    rest = (*(inputs[name] for name in WEIGHTS), 0, None, None, True, False, *PLAIN)
     with pytest.raises(ValueError, match="^x: expected a tensor without derivative"):
         torch.ops.moe_fp8.experts(*call, *rest, torch.empty(0))
 
 
 def test_a_tangent_is_refused():
-    given = tensors()
+    inputs = tensors()
     with forward_ad.dual_level():
-        given["x"] = forward_ad.make_dual(given["x"], given["x"])
+        inputs["x"] = forward_ad.make_dual(inputs["x"], inputs["x"])
         with pytest.raises(ValueError, match="^x: .* got one with a tangent"):
-            of_experts(given)
+            of_experts(inputs)

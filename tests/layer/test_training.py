@@ -122,15 +122,15 @@ def test_bits_of_experts_and_gradients_of_float64(options, backend):
     expected = dense(*dense.leaves)
     d_out = torch.randn_like(expected).bfloat16()
     expected.backward(d_out.double())
-    found = backend.run(outputs, arguments, d_out)
+    results = backend.run(outputs, arguments, d_out)
     served = {k: v for k, v in arguments.items() if not k.startswith("master")}
-    assert torch.equal(found["out"], backend.run(experts, **served))
-    assert calc_diff(found["out"], expected.detach()) < 1e-3
+    assert torch.equal(results["out"], backend.run(experts, **served))
+    assert calc_diff(results["out"], expected.detach()) < 1e-3
     for name, leaf in zip(NAMES, dense.leaves, strict=True):
-        assert found[name].dtype == arguments[name].dtype
-        assert calc_diff(found[name], leaf.grad) < (1e-4 if options != "clamped" else 3e-3), name
+        assert results[name].dtype == arguments[name].dtype
+        assert calc_diff(results[name], leaf.grad) < (1e-4 if options != "clamped" else 3e-3), name
     again = backend.run(outputs, arguments, d_out)
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert all(torch.equal(results[name], again[name]) for name in results)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -151,17 +151,17 @@ def test_a_gradient_is_the_slope(name):
     assert (slope - (gradient * direction).sum()).abs() < 2e-3 * slope.abs()
 
 
-@pytest.mark.parametrize("wanted", [*NAMES, None])
-def test_only_wanted_gradients_are_computed(wanted):
+@pytest.mark.parametrize("name", [*NAMES, None])
+def test_only_wanted_gradients_are_computed(name):
     arguments = call(torch.bfloat16)
     whole = outputs(arguments, torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16))
-    if wanted is None:
+    if name is None:
         assert not differentiable_experts(**arguments).requires_grad
         return
-    leaf = arguments[wanted].requires_grad_()
-    others = {f"master_{w}": None for w in ("w13", "w2") if f"master_{w}" != wanted}
+    leaf = arguments[name].requires_grad_()
+    others = {f"master_{w}": None for w in ("w13", "w2") if f"master_{w}" != name}
     differentiable_experts(**arguments | others).sum().backward()
-    assert torch.equal(leaf.grad, whole[wanted]) and leaf.grad.dtype == leaf.dtype
+    assert torch.equal(leaf.grad, whole[name]) and leaf.grad.dtype == leaf.dtype
 
 
 @backends("cpu", "gpu")
@@ -169,12 +169,12 @@ def test_no_token_and_no_local_expert(backend):
     for change in ({"topk_ids": torch.full((TOKENS, TOP_K), -1)}, None):
         arguments = call()
         arguments |= change or {n: arguments[n][:0] for n in ("topk_ids", "topk_weights", "x")}
-        found = backend.run(outputs, arguments, torch.ones_like(arguments["x"]))
-        assert not any(value.any() for value in found.values())
+        results = backend.run(outputs, arguments, torch.ones_like(arguments["x"]))
+        assert not any(value.any() for value in results.values())
 
 
 def test_an_expert_without_rows(monkeypatch):
-    """Its weights' gradients are what Blackwell's grouped GEMM leaves: anything."""
+    """Its weights' gradients are 0, although Blackwell's grouped GEMM leaves them undefined."""
 
     def without(a, b, offs):
         is_used = (offs.diff(prepend=offs.new_zeros(1)) > 0).view(-1, 1, 1)
@@ -184,9 +184,9 @@ def test_an_expert_without_rows(monkeypatch):
     monkeypatch.setattr(training, "grouped_mm", without)
     arguments = call()
     arguments["topk_ids"][arguments["topk_ids"] == 1] = 2
-    found = outputs(arguments, torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16))
+    results = outputs(arguments, torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16))
     for name in NAMES[2:]:
-        assert not found[name][1].any() and found[name][[0, 2]].isfinite().all(), name
+        assert not results[name][1].any() and results[name][[0, 2]].isfinite().all(), name
 
 
 REFUSED = {
@@ -295,8 +295,8 @@ class Policy:
         return torch.stack([(self.head @ normed(row)).float().log_softmax(0) for row in x])
 
     def served(self, weights: list[tuple[torch.Tensor, ...]]) -> list[list[tuple[int, float]]]:
-        """Return each request's words and their log-probabilities: drawn one after the other, with
-        prompts in chunks of 4 beside the other requests' next words."""
+        """Return each request's words and their log-probabilities. Words are drawn one by one; a
+        batch holds up to 4 words of each prompt and the next words of other requests."""
 
         def moe(layer, ids, shares, y):
             return experts(ids, shares, y, *weights[layer], expert_map=self.placed)
@@ -305,10 +305,10 @@ class Policy:
         waiting = {r: torch.randint(WORDS, (n,), generator=drawn).tolist()
                    for r, n in enumerate(PROMPTS)}  # fmt: skip
         caches: Caches = {r: [[] for _ in range(LAYERS)] for r in waiting}
-        found: list[list[tuple[int, float]]] = [
+        sequences: list[list[tuple[int, float]]] = [
             [(w, 0.0) for w in words] for words in waiting.values()
         ]
-        while any(len(words) < n + NEW for words, n in zip(found, PROMPTS, strict=True)):
+        while any(len(words) < n + NEW for words, n in zip(sequences, PROMPTS, strict=True)):
             batch = [(r, word) for r, words in waiting.items() for word in words[:4]]
             with torch.no_grad():
                 rows = self.log_probabilities(batch, caches, moe)
@@ -318,10 +318,10 @@ class Policy:
                 if last and not waiting[r]:
                     noise = torch.rand(WORDS, generator=drawn).log().neg().log().to(rows.device)
                     word = int((rows[place] - noise).argmax())
-                    found[r].append((word, float(rows[place, word])))
-                    if len(found[r]) < PROMPTS[r] + NEW:
+                    sequences[r].append((word, float(rows[place, word])))
+                    if len(sequences[r]) < PROMPTS[r] + NEW:
                         waiting[r].append(word)
-        return found
+        return sequences
 
     def trained(self, served: list[list[tuple[int, float]]], weights: Any) -> list[torch.Tensor]:
         """Return the log-probabilities of each request's new words, from all requests at once."""

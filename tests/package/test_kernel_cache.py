@@ -56,7 +56,7 @@ def never(*_: object, **__: object) -> Any:
     pytest.fail("called")  # no Exception, which the cache would take for a kernel it cannot load
 
 
-def kept(directory: Path, made_of: dict[str, str] = GEMM) -> str:
+def cached(directory: Path, made_of: dict[str, str] = GEMM) -> str:
     return kernels_in(directory).get(made_of, never)
 
 
@@ -68,9 +68,9 @@ def fail(error: BaseException | int) -> Callable[..., Any]:
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:
-    """The sizes of all files below a directory, and when they were written."""
-    found = {path: path.stat() for path in root.rglob("*") if path.is_file()}
-    return {str(path): (status.st_size, status.st_mtime_ns) for path, status in found.items()}
+    """Return the size and the time of the last change of every file below a directory."""
+    statuses = {path: path.stat() for path in root.rglob("*") if path.is_file()}
+    return {str(path): (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
 
 
 # --- the directory: where it lies, and what else is in it ---
@@ -190,7 +190,7 @@ def test_the_cache_is_trimmed_to_its_limit(tmp_path, monkeypatch):
     for i in range(4):
         get(tmp_path, {"kernel": f"K{i}"})
         os.utime(next(tmp_path.glob(f"K{i}-*")) / DIGEST, (1000 + i, 1000 + i))
-    assert kept(tmp_path, {"kernel": "K0"}) == "built"  # used again
+    assert cached(tmp_path, {"kernel": "K0"}) == "built"  # used again
     old, young = (tmp_path / f".K0-{HEX}-{name:_<8}" for name in ("old", "young"))
     for draft, age in ((old, 7200), (young, 60)):
         draft.mkdir()
@@ -221,8 +221,8 @@ def test_a_damaged_entry_is_rebuilt(name, content, tmp_path):
     get(tmp_path, COMBINE, "another entry")
     (path,) = tmp_path.glob(f"Gemm-*/{name}")
     path.unlink() if content is None else path.write_text(content, "latin-1")
-    assert get(tmp_path, code="anew") == kept(tmp_path) == "anew"
-    assert kept(tmp_path, COMBINE) == "another entry"
+    assert get(tmp_path, code="anew") == cached(tmp_path) == "anew"
+    assert cached(tmp_path, COMBINE) == "another entry"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError, AttributeError, MemoryError])
@@ -231,11 +231,11 @@ def test_what_cannot_be_loaded_is_built_anew(error, tmp_path):
     cache = kernels_in(tmp_path, fail(error("no such relocation")))
     why = f"{OBJECT} cannot be loaded .{error.__name__}."
     with pytest.warns(RuntimeWarning, match=why) as warned:
-        assert cache.get(GEMM, lambda: "anew") == kept(tmp_path) == "anew"
+        assert cache.get(GEMM, lambda: "anew") == cached(tmp_path) == "anew"
     assert len(warned) == 1
     with pytest.raises(KeyboardInterrupt):  # drops nothing
         kernels_in(tmp_path, fail(KeyboardInterrupt())).get(GEMM, never)
-    assert kept(tmp_path) == "anew"
+    assert cached(tmp_path) == "anew"
 
 
 def test_the_next_start_loads_what_the_loader_takes(monkeypatch, tmp_path):
@@ -293,14 +293,14 @@ def test_a_process_killed_while_it_compiles_leaves_nothing_in_the_way(when, tmp_
 
     cache = KernelCache(tmp_path, Path.read_text, export)
     assert in_processes(lambda _: cache.get(GEMM, build), 1) == [-9]
-    assert get(tmp_path, code="again") == kept(tmp_path) == "again"
+    assert get(tmp_path, code="again") == cached(tmp_path) == "again"
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK])
 def test_without_locks_all_build_and_store(error, monkeypatch, tmp_path):
     monkeypatch.setattr(fcntl, "flock", fail(error))
     assert kernels_in(tmp_path).get(GEMM, lambda: f"{get(tmp_path)} twice") == "built twice"
-    assert kept(tmp_path) == "built twice"
+    assert cached(tmp_path) == "built twice"
     assert {path.name[:5] for path in tmp_path.iterdir()} == {"Gemm-", "lock-"}
 
 
@@ -407,16 +407,16 @@ def test_where_nothing_can_be_stored_a_kernel_is_built_once(target, tmp_path):
 
 @pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
 def test_the_umask_says_who_can_read_what_is_made(mask, tmp_path):
-    """Nobody else can write to it, or hold a lock."""
+    """Other users can neither write to the cache nor hold its lock."""
     before = os.umask(mask)
     try:
         get(tmp_path / "above/kernels")
     finally:
         os.umask(before)
-    made = {p.name: p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")}
-    above, below = made.pop("above"), [made.pop(name) for name in (OBJECT, DIGEST, DESCRIPTION)]
-    assert above == made.pop("kernels") == 0o055 & ~mask and below == [0o044 & ~mask] * 3
-    assert sorted(made.values()) == [0, 0o055], "a lock and an entry"
+    modes = {p.name: p.stat().st_mode & 0o077 for p in tmp_path.rglob("*")}
+    above, below = modes.pop("above"), [modes.pop(name) for name in (OBJECT, DIGEST, DESCRIPTION)]
+    assert above == modes.pop("kernels") == 0o055 & ~mask and below == [0o044 & ~mask] * 3
+    assert sorted(modes.values()) == [0, 0o055], "a lock and an entry"
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_a_directory_that_cannot_be_written_is_read(image, monkeypatch):
     image.chmod(0o555)
     with as_pod():
         monkeypatch.setattr(os, "utime", fail(errno.EROFS))
-        assert kernels_in(image).has(GEMM) and kept(image) == "built"
+        assert kernels_in(image).has(GEMM) and cached(image) == "built"
         with pytest.warns(RuntimeWarning, match="cannot be written") as warned:
             assert [get(image, {"kernel": name}) for name in "AB"] == ["built"] * 2
         with pytest.raises(PermissionError, match="cannot be written"):
@@ -499,8 +499,8 @@ def test_a_volume_that_its_group_can_write_serves_the_group(owner, image):
         os.chown(path, owner, GROUP)
         path.chmod(0o2775 if path.is_dir() else 0o664)
     with as_pod(GROUP):
-        assert kept(image) == "built"
-        assert get(image, COMBINE) == kept(image, COMBINE) == "built"
+        assert cached(image) == "built"
+        assert get(image, COMBINE) == cached(image, COMBINE) == "built"
     with as_pod(), pytest.warns(RuntimeWarning, match=f"mode 2775, gid {GROUP}.*{image}"):
         assert get(image, code="anew") == "anew"
 
@@ -570,14 +570,15 @@ def test_kernels_and_their_parameters_are_part_of_the_key():
 
 
 def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
-    """The alignment of an argument, the options, the environment, the versions, the sources."""
+    """Change an argument's alignment, the options, the machine, the versions, the sources and the
+    environment, one at a time."""
     align = compiling.Tensor.__init__
 
     def align_less(self, dtype, shape, **_) -> None:
         align(self, dtype, shape, align=4)
 
-    found = {key_of(compile_combine)}
-    for of, name, value in (
+    keys = {key_of(compile_combine)}
+    for owner, name, value in (
         (compiling.Tensor, "__init__", align_less),
         (compiling, "COMPILE_OPTIONS", compiling.COMPILE_OPTIONS + " --opt-level 1"),
         (compiling.platform, "machine", lambda: "other machine"),
@@ -586,10 +587,10 @@ def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
         (compiling.cutlass, "CUDA_VERSION", "another of those installed"),
     ):
         with monkeypatch.context() as context:
-            context.setattr(of, name, value)
-            found.add(key_of(compile_combine))
+            context.setattr(owner, name, value)
+            keys.add(key_of(compile_combine))
     monkeypatch.setenv("CUTE_DSL_ANYTHING", "1")
-    assert len({*found, key_of(compile_combine)}) == 8
+    assert len({*keys, key_of(compile_combine)}) == 8
 
 
 @pytest.mark.parametrize(
@@ -628,9 +629,9 @@ def test_the_host_code_runs_on_every_cpu_of_the_machines_kind(monkeypatch, tmp_p
 
 
 def test_the_compilers_tensors_are_as_described():
-    """Extents of one name are one size, whose divisor is known; tensors are row-major."""
-    a, b, a4 = (compiling.Extent(*of) for of in (("a",), ("b",), ("a", 4)))
-    made = compiling.fakes(
+    """Extents of one name are one size with a known divisor; tensors are row-major."""
+    a, b, a4 = (compiling.Extent(*fields) for fields in (("a",), ("b",), ("a", 4)))
+    fakes = compiling.fakes(
         [
             compiling.Tensor(Float32, (a4, 8)),
             compiling.Tensor(Float32, (8, a4), align=4),
@@ -638,11 +639,11 @@ def test_the_compilers_tensors_are_as_described():
             *(compiling.Tensor(Float32, shape) for shape in ((3, 5, 7), (a, 6, 8), (9,))),
         ]
     )
-    assert made[0].shape[0] is made[1].shape[1] and made[2].shape[1] is not made[0].shape[0]
-    assert "div=4" in repr(made[0].shape[0]) and "div=1}" in repr(made[2].shape[1])
-    assert [tensor._assumed_align for tensor in made[:3]] == [16, 4, 16]
-    assert [tensor.stride for tensor in made[3:]] == [(35, 7, 1), (48, 8, 1), (1,)]
-    assert made[1].stride[0] is made[1].shape[1] and made[1].stride[1] == 1
+    assert fakes[0].shape[0] is fakes[1].shape[1] and fakes[2].shape[1] is not fakes[0].shape[0]
+    assert "div=4" in repr(fakes[0].shape[0]) and "div=1}" in repr(fakes[2].shape[1])
+    assert [tensor._assumed_align for tensor in fakes[:3]] == [16, 4, 16]
+    assert [tensor.stride for tensor in fakes[3:]] == [(35, 7, 1), (48, 8, 1), (1,)]
+    assert fakes[1].stride[0] is fakes[1].shape[1] and fakes[1].stride[1] == 1
 
 
 def test_source_digest_follows_imports(tmp_path, monkeypatch):

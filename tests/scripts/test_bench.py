@@ -52,18 +52,18 @@ class FakeBenchmark:
     `exits`, like a reference, which flashinfer-bench runs in this process.
     """
 
-    def __init__(self, of: "Bench", trace_set: TraceSet, config: BenchmarkConfig):
-        self.of, self.trace_set, self.calls, self.closed = of, trace_set, 0, False
+    def __init__(self, bench: "Bench", trace_set: TraceSet, config: BenchmarkConfig):
+        self.bench, self.trace_set, self.calls, self.closed = bench, trace_set, 0, False
         self.spawned_with = [signal.getsignal(each) for each in ENDING]
         self.ran: list[tuple[int, str]] = []
-        of.benchmarks.append(self)
+        bench.benchmarks.append(self)
 
     def run_all(self, dump_traces: bool = True, resume: bool = False) -> TraceSet:
         assert dump_traces is False, "would write into the data set"
-        self.of.before_results(self.calls)
+        self.bench.before_results(self.calls)
         self.calls += 1
         ((trace,),) = self.trace_set.workloads.values()
-        made, shared = [], evaluation("PASSED").environment
+        traces, shared = [], evaluation("PASSED").environment
         for s in self.trace_set.solutions[DEFINITION]:
             if s.name == "exits":
                 sys.exit(0)
@@ -71,23 +71,23 @@ class FakeBenchmark:
                 logging.getLogger("flashinfer_bench.bench").error(DIED)
             elif s.name != "silent":
                 self.ran.append((trace.workload.axes["seq_len"], s.sources[0].content))
-                of = evaluation("RUNTIME_ERROR" if s.name == "fails" else "PASSED")
-                of = of.model_copy(update={"environment": shared})
-                made.append(trace.model_copy(update={"solution": s.name, "evaluation": of}))
+                result = evaluation("RUNTIME_ERROR" if s.name == "fails" else "PASSED")
+                result = result.model_copy(update={"environment": shared})
+                traces.append(trace.model_copy(update={"solution": s.name, "evaluation": result}))
         assert "timing" not in shared.libs, "what flashinfer-bench gave is left alone"
-        return TraceSet(traces={DEFINITION: made})
+        return TraceSet(traces={DEFINITION: traces})
 
     def close(self) -> None:
         self.closed = True
 
 
 def evaluation(status: str) -> Evaluation:
-    made = small_record.trace("x", 7, 1.0, 5.0, status, hardware="GPU", libs={"torch": "1"})
-    return Evaluation.model_validate(made["evaluation"])
+    trace = small_record.trace("x", 7, 1.0, 5.0, status, hardware="GPU", libs={"torch": "1"})
+    return Evaluation.model_validate(trace["evaluation"])
 
 
 class Bench:
-    """Runs the program on a small data set; what it is made of may be changed before."""
+    """Runs `bench` on a small data set. A test may change the attributes before the call."""
 
     def __init__(self, place: Path):
         self.place, self.root = place / "traces", Path("/nonexistent")
@@ -103,10 +103,10 @@ class Bench:
         self.workloads = small.trace_set(lengths=lengths).workloads[DEFINITION]
 
     def load(self, root: Path, definition: Any) -> tuple[TraceSet, list[Solution]]:
-        found = small.trace_set(self.reference)
-        found.root, found.workloads = self.root, {DEFINITION: self.workloads}
-        found.solutions[DEFINITION] = [*self.ours, *self.theirs]
-        return found, self.ours
+        trace_set = small.trace_set(self.reference)
+        trace_set.root, trace_set.workloads = self.root, {DEFINITION: self.workloads}
+        trace_set.solutions[DEFINITION] = [*self.ours, *self.theirs]
+        return trace_set, self.ours
 
     def __call__(self, *arguments: str | Path, status: int = 0) -> Done:
         done = call("bench", "--traces", self.place, "--no-report", *arguments)
@@ -129,8 +129,8 @@ class Bench:
     def results(self) -> list[Any]:
         return list(read_results([self.traces] if self.traces.exists() else []).itertuples())
 
-    def kept(self) -> list[str]:
-        """The solution with the token count of every result, in order."""
+    def labels(self) -> list[str]:
+        """Return the solution and the token count of every result, in order."""
         return [f"{r.solution}{r.tokens}" for r in self.results()]
 
     def libs(self) -> list[dict[str, str]]:
@@ -139,19 +139,19 @@ class Bench:
 
 @pytest.fixture
 def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
-    """On a machine without a GPU, whose emulator is not there."""
-    made = Bench(tmp_path)
+    """Return a `Bench` for a machine without a GPU and without a compiler for the emulator."""
+    bench = Bench(tmp_path)
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cases, "hardware_from_device", lambda device: "GPU")
     monkeypatch.setattr(cases, "this_machine", lambda gpu: sources.Machine(None, str))
     monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
-    monkeypatch.setattr(cases, "load_with_ours", made.load)
+    monkeypatch.setattr(cases, "load_with_ours", bench.load)
     monkeypatch.setattr(emulate, "memory_needed", lambda definition: 0)
     monkeypatch.setattr(emulate, "why_not", lambda: NO_COMPILER)
     monkeypatch.setattr(harness, "add_measurements", lambda *_: pytest.fail("needs a GPU"))
     monkeypatch.setattr(rankings, "recorded_runs", lambda **_: [])
-    return made
+    return bench
 
 
 @pytest.fixture
@@ -181,10 +181,10 @@ def interrupted(*_: object) -> None:
 
 
 def test_each_workload_is_kept_at_once_with_what_it_is_of(gpu) -> None:
-    kept: list[list[str]] = []
-    gpu.before_results = lambda _: kept.append(gpu.kept())
+    labels_before: list[list[str]] = []
+    gpu.before_results = lambda _: labels_before.append(gpu.labels())
     done = gpu("--solutions", "x", "--workloads", "1", "7")
-    assert kept == [[], ["x1"]] and gpu.kept() == ["x1", "x7"]
+    assert labels_before == [[], ["x1"]] and gpu.labels() == ["x1", "x7"]
     (benchmark,) = gpu.benchmarks
     assert benchmark.calls == 2 and benchmark.closed
     for libs in gpu.libs():
@@ -235,7 +235,7 @@ def test_what_fails_or_never_comes_has_its_reason_and_status_1(gpu, names, trace
     logger = logging.getLogger("flashinfer_bench")
     handlers = list(logger.handlers)
     done = gpu("--workloads", "1", "7", status=1)
-    assert (gpu.kept(), gpu.info["errors"]) == (traces, errors)
+    assert (gpu.labels(), gpu.info["errors"]) == (traces, errors)
     assert gpu.info.get("solutions", {}).keys() == {r.solution for r in gpu.results()}
     assert all(f"error: {error}\n" in done.stderr for error in errors)
     assert ("nothing was measured" in done.stderr) == (not traces) == ("traces:" not in done.stderr)
@@ -256,14 +256,14 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("cpu", [[], ["--cpu"]], ids=["gpu", "cpu"])
 def test_a_workload_that_cannot_be_read_costs_no_other(gpu, tmp_path: Path, cpu) -> None:
-    """On a GPU it has no result, without one a failure."""
+    """The workload has no result on a GPU, and failed results on a CPU."""
     gpu.root = tmp_path
     for name, (content, _) in UNREADABLE.items():
         if content:
             (tmp_path / name).write_bytes(content)
-        found = small.json_of(small.workload(3, name))
-        found["workload"]["inputs"]["x"] = dict(type="safetensors", path=name, tensor_key="x")
-        gpu.workloads.insert(1, Trace.model_validate(found))
+        trace = small.json_of(small.workload(3, name))
+        trace["workload"]["inputs"]["x"] = dict(type="safetensors", path=name, tensor_key="x")
+        gpu.workloads.insert(1, Trace.model_validate(trace))
     stderr = gpu(*cpu, status=1).stderr
     assert [r.uuid for r in gpu.results() if r.passed] == ["uuid-1-0", "uuid-7-1", "uuid-14-2"]
     failed = {r.uuid: r.reason for r in gpu.results() if not r.passed}
@@ -280,7 +280,7 @@ def test_ctrl_c_keeps_the_workload_under_way_and_resume_goes_on(gpu, number, sta
     gpu.ours.append(solution("fails"))
     gpu.before_results = signalled(number, at=1)
     done = gpu(status=status)
-    assert gpu.kept() == ["x1", "fails1", "x7"] and not gpu.info["finished"]
+    assert gpu.labels() == ["x1", "fails1", "x7"] and not gpu.info["finished"]
     assert "finishing this workload" in done.stderr and "what was measured is kept" in done.stderr
     assert "2 workloads, 2 solutions" in done.stdout
     assert gpu.info["solutions"].keys() == {"x", "fails"}
@@ -293,7 +293,7 @@ def test_ctrl_c_keeps_the_workload_under_way_and_resume_goes_on(gpu, number, sta
 
     gpu.before_results = lambda call: None
     done = gpu("--resume", status=1)
-    assert gpu.kept()[3:] == ["fails7", "x14", "fails14"] and "2 workloads to run" in done.stderr
+    assert gpu.labels()[3:] == ["fails7", "x14", "fails14"] and "2 workloads to run" in done.stderr
     (earlier,) = gpu.info["earlier"]
     assert gpu.info["finished"] and set(earlier) == {"command", "environment", "seconds"}
     assert "--resume" in gpu.info["command"] and "--resume" not in earlier["command"]
@@ -305,7 +305,7 @@ def test_what_was_ignored_stays_ignored(gpu) -> None:
     gpu.before_results = signalled(signal.SIGINT, at=0)
     gpu.ours.append(solution("fails"))  # which an interrupted workload would not keep
     gpu("--workloads", "1", "7", status=1)
-    assert gpu.kept() == ["x1", "fails1", "x7", "fails7"]
+    assert gpu.labels() == ["x1", "fails1", "x7", "fails7"]
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
@@ -325,7 +325,7 @@ def test_the_second_ctrl_c_ends_the_program_and_its_workers(
     gpu.before_results = lambda call: [os.kill(os.getpid(), number) for _ in range(2)]
     with pytest.raises(Left, match=f"^{status}$"):
         gpu()
-    assert worker.wait(timeout=10) != 0 and gpu.kept() == []
+    assert worker.wait(timeout=10) != 0 and gpu.labels() == []
 
 
 # --- what is resumed ------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_changed_source_is_measured_anew_and_named_once_it_was(gpu) -> None:
     then, gpu.ours = gpu.ours[0].hash(), [solution("x", small.RIGHT + "# another\n")]
     gpu.before_results = interrupted
     gpu("--workloads", "1", "7", "--resume", status=130)
-    assert gpu.kept() == ["x1", "x7"] and gpu.info["solutions"] == {"x": then}
+    assert gpu.labels() == ["x1", "x7"] and gpu.info["solutions"] == {"x": then}
     gpu.before_results = lambda call: None
     gpu("--workloads", "1", "7", "--resume")
     content, now = gpu.ours[0].sources[0].content, gpu.ours[0].hash()
@@ -428,10 +428,10 @@ def test_a_full_disk_costs_no_result_that_was_kept(gpu) -> None:
     assert re.search(r"error: .*traces\.jsonl: File too large", done.stderr)
     files = {p.name for p in gpu.run.iterdir() if p.suffix != ".lock"}
     assert files == {"run.json", "traces.jsonl"}
-    assert gpu.kept() == ["x1"] and gpu.benchmarks[-1].closed
+    assert gpu.labels() == ["x1"] and gpu.benchmarks[-1].closed
     gpu.before_results = lambda call: None
     gpu("--resume")
-    assert gpu.kept() == ["x1", "x7", "x14"]
+    assert gpu.labels() == ["x1", "x7", "x14"]
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -468,12 +468,12 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(gpu) -> None:
         "b": {"target_hardware": ["NVIDIA B200", "NVIDIA B300"]},
         "p": {"dependencies": ["torch", "no-such-package==1.5"]},
     }.items():
-        made = solution(name).model_dump()
-        gpu.ours.append(Solution.model_validate(made | {"spec": made["spec"] | spec}))
+        fields = solution(name).model_dump()
+        gpu.ours.append(Solution.model_validate(fields | {"spec": fields["spec"] | spec}))
     why = "unsupported on sm_90 (needs sm_100/103)"
     missing = "not installed: pip install no-such-package==1.5"
     done = gpu("--workloads", "1", "--solutions", "x", "b", "p")
-    assert gpu.kept() == ["x1"] and gpu.info["skipped"] == {"b": why, "p": missing}
+    assert gpu.labels() == ["x1"] and gpu.info["skipped"] == {"b": why, "p": missing}
     assert all(reason in done.stdout and reason in done.stderr for reason in (why, missing))
     stderr = gpu("--solutions", "b", status=2).stderr
     assert f"no solution can run here:\n  b: {why}\n" in stderr
@@ -495,16 +495,16 @@ def test_passes_and_report_follow_a_run(gpu, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "kept"),
+    ("slow", "expected"),
     [([[1], []], ["x1", "x7", "x7"]), ([[0], [0], [0]], ["x1", "x7", "x1", "x1"])],
     ids=["once", "not without end"],
 )
-def test_workloads_of_a_slow_host_run_again(slow, kept, gpu, monkeypatch) -> None:
+def test_workloads_of_a_slow_host_run_again(slow, expected, gpu, monkeypatch) -> None:
     uuids = [trace.workload.uuid for trace in gpu.workloads]
     answers = iter([{uuids[n] for n in places} for places in slow])
     monkeypatch.setattr(harness, "slow_workloads", lambda results: next(answers))
     gpu("--solutions", "x", "--workloads", "1", "7")
-    assert gpu.kept() == kept
+    assert gpu.labels() == expected
 
 
 def test_a_host_is_slow_if_every_solution_waits_for_it() -> None:
@@ -528,7 +528,7 @@ def test_a_host_is_slow_if_every_solution_waits_for_it() -> None:
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_the_passes_have_the_options_of_the_run(foreign, monkeypatch, tmp_path, capsys) -> None:
-    """The first one does not fail, the others do."""
+    """The first pass succeeds, the others fail."""
     commands: list[list[str]] = []
 
     def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
@@ -539,9 +539,9 @@ def test_the_passes_have_the_options_of_the_run(foreign, monkeypatch, tmp_path, 
     monkeypatch.setattr(harness.subprocess, "run", run)
     definition, names = find("kimi_k2"), ("roofline", "times", "bits")
     args = types.SimpleNamespace(local=ROOT, seed=7, definition=definition)
-    with harness.new_run(tmp_path, "GPU") as made:
-        harness.add_measurements(made, args, foreign)
-    options = f"--local {ROOT} --run {made.directory} --seed 7".split()
+    with harness.new_run(tmp_path, "GPU") as new_run:
+        harness.add_measurements(new_run, args, foreign)
+    options = f"--local {ROOT} --run {new_run.directory} --seed 7".split()
     options += ["--definition", definition.name]
     foreigns = [["--run-foreign"] * (foreign and name != "roofline") for name in names]
     assert commands == [[n, *options, *more] for n, more in zip(names, foreigns, strict=True)]
@@ -558,7 +558,7 @@ def test_the_passes_have_the_options_of_the_run(foreign, monkeypatch, tmp_path, 
 def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_for(
     gpu, tmp_path, monkeypatch
 ) -> None:
-    """One of them has the name of ours; two files cannot be read."""
+    """One of its solutions has the name of ours; two of its files cannot be read."""
     root = tmp_path / "official"
     for part in ("definitions", "workloads"):
         shutil.copytree(ROOT / part, root / part)
@@ -572,8 +572,8 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
     monkeypatch.setattr(harness, "load_tensors", lambda *_: None)
 
     def files() -> dict[Path, tuple[bytes, int]]:
-        found = (p for p in root.rglob("*") if p.is_file())
-        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in found}
+        paths = (p for p in root.rglob("*") if p.is_file())
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in paths}
 
     def ran(*more: str) -> tuple[set[str], str]:
         done = gpu("--local", root, "--workloads", "1", *more)
@@ -610,7 +610,7 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
     on_cpu.theirs = []
     on_cpu.set_lengths(1, 16, 17)
     stderr = on_cpu().stderr
-    assert on_cpu.kept() == ["x1", "x16"] and on_cpu.info["skipped"] == {}
+    assert on_cpu.labels() == ["x1", "x16"] and on_cpu.info["skipped"] == {}
     assert "not run: 1 workloads (T=17)" in stderr and "\n        x: PASSED\n" in stderr
     assert "no GPU is visible: the solutions run as their reference model on the CPU" in stderr
     assert "[1/2] T=1 (uuid-1-0): x   elapsed" in stderr
@@ -622,7 +622,7 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
         assert set(extra["matched_ratios"]) == {"0.2/0.1", "0.3/1", "0.01/0.01"}
     shutil.rmtree(on_cpu.place)
     on_cpu("--workloads", "17")
-    assert on_cpu.kept() == ["x17"]
+    assert on_cpu.labels() == ["x17"]
 
 
 EXITS = "import sys; sys.exit(0)"
@@ -661,7 +661,7 @@ CONTENTS = {
 
 
 def test_what_fails_has_its_reason_and_harms_no_other(on_cpu, monkeypatch) -> None:
-    """The memory of an output may hold what an earlier call left there: the right values."""
+    """Outputs are allocated with the right values in them, as an earlier call may leave them."""
 
     def allocated(definition, inputs, device):
         x, w, factor = inputs
@@ -674,11 +674,11 @@ def test_what_fails_has_its_reason_and_harms_no_other(on_cpu, monkeypatch) -> No
         for name, (content, *_) in CONTENTS.items()
     ]
     done = on_cpu("--atol", "0.001", status=1)
-    found = {r.solution: r for r in on_cpu.results()}
-    assert list(found) == list(CONTENTS)
+    rows = {r.solution: r for r in on_cpu.results()}
+    assert list(rows) == list(CONTENTS)
     for name, (_, status, reason) in CONTENTS.items():
-        assert (found[name].status, reason in found[name].reason) == (status, True), found[name]
-        assert "changes its inputs" not in reason or found[name].reason == reason
+        assert (rows[name].status, reason in rows[name].reason) == (status, True), rows[name]
+        assert "changes its inputs" not in reason or rows[name].reason == reason
     assert re.search(r"nan +3 +a +INCORRECT_NUMERICAL +NaN or infinite", done.stdout)
     on_cpu("--solutions", "off", "--matched-ratio", "0.6")
 
@@ -716,12 +716,12 @@ def test_every_solution_has_its_own_copies_and_every_workload_its_own_tokens(
     on_cpu, monkeypatch
 ) -> None:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    given: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def see(x: torch.Tensor, w: torch.Tensor) -> None:
-        assert x.data_ptr() not in {each.data_ptr() for each in given}
+        assert x.data_ptr() not in {each.data_ptr() for each in tensors}
         seen.append((x.clone(), w.clone()))
-        given.append(x)
+        tensors.append(x)
 
     monkeypatch.setattr("builtins.SEE", see, raising=False)
     content = small.RIGHT + "    SEE(x, w)\n"
@@ -737,9 +737,9 @@ def test_every_solution_has_its_own_copies_and_every_workload_its_own_tokens(
 def test_an_interrupted_workload_keeps_what_it_has(on_cpu) -> None:
     on_cpu.ours.append(solution("stops", "def run(*a): raise KeyboardInterrupt\n"))
     done = on_cpu(status=130)
-    assert on_cpu.kept() == ["x1"] and "interrupted; what was measured is kept" in done.stderr
+    assert on_cpu.labels() == ["x1"] and "interrupted; what was measured is kept" in done.stderr
     on_cpu("--solutions", "stops", "--resume", status=130)
-    assert on_cpu.kept() == ["x1"], "nothing is no result"
+    assert on_cpu.labels() == ["x1"], "nothing is no result"
 
 
 @pytest.mark.parametrize(
@@ -794,22 +794,22 @@ def by_kernels(on_cpu, monkeypatch) -> Bench:
     return on_cpu
 
 
-def targets(of: Bench) -> list[tuple[str, str]]:
-    return [(f"{r.solution}{r.tokens}", r.emulated) for r in of.results()]
+def targets(bench: Bench) -> list[tuple[str, str]]:
+    return [(f"{r.solution}{r.tokens}", r.emulated) for r in bench.results()]
 
 
 def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
-    """The code of others needs a GPU."""
+    """Foreign solutions do not run: they need a GPU."""
     by_kernels.ours += [solution("wrong"), solution("off", OFF.replace("[:1]", ""))]
     done = by_kernels("--run-foreign", status=1)
     assert by_kernels.asked == [("sm_90a", name) for name in ("a", "b", "wrong")]
     assert "up to T=7 also by the kernels for sm_90a" in done.stderr
     assert "the kernels for sm_90a, emulated:" in done.stderr
     first, larger = by_kernels.results()[:4], by_kernels.results()[4:]
-    found = {r.solution: (r.status, r.emulated, pd.isna(r.harness)) for r in first}
-    assert found["a"] == found["b"] == ("PASSED", "sm_90a", True)
-    assert found["wrong"] == ("RUNTIME_ERROR", "sm_90a", True)
-    assert found["off"] == ("INCORRECT_NUMERICAL", "", True)
+    outcomes = {r.solution: (r.status, r.emulated, pd.isna(r.harness)) for r in first}
+    assert outcomes["a"] == outcomes["b"] == ("PASSED", "sm_90a", True)
+    assert outcomes["wrong"] == ("RUNTIME_ERROR", "sm_90a", True)
+    assert outcomes["off"] == ("INCORRECT_NUMERICAL", "", True)
     assert not any(r.emulated for r in larger) and len(larger) == 4
     assert by_kernels.libs()[0]["timing"] == "kernels, sm_90a, emulated"
     assert {r.timing for r in larger} == {emulate.MODEL} and first[0].cpu

@@ -32,8 +32,8 @@ def copy(recorded: Recorded, tmp_path: Path) -> Path:
     return shutil.copytree(recorded.directory, tmp_path / "record")
 
 
-def made(recorded: Recorded, *blocks: str, folder: Path = ROOT) -> str:
-    """Some blocks in one line: where lines end depends on the length of the path."""
+def text_of(recorded: Recorded, *blocks: str, folder: Path = ROOT) -> str:
+    """Return blocks as one line: their line breaks depend on the length of the path."""
     text = " ".join(pages.block(name, recorded, folder)[0] for name in blocks)
     return " ".join(text.split())
 
@@ -69,15 +69,16 @@ def test_a_changed_figure_of_a_row_is_noticed(
 ) -> None:
     """Change one figure in each measurement that the pages show."""
     block, chosen = FIGURES[name]
-    found, info = recorded.rows, json.loads((recorded.directory / "run.json").read_text("utf-8"))
+    recorded_rows = recorded.rows
+    info = json.loads((recorded.directory / "run.json").read_text("utf-8"))
     traces = map(json.loads, (recorded.directory / "traces.jsonl").read_text("utf-8").splitlines())
     traces = [t for t in traces if t["workload"]["axes"]["seq_len"] == 80]
 
     def text(lines: list[dict]) -> str:
-        made_of = [found.measurements[name], *lines]
-        return made(read(record(tmp_path, traces, made_of, **info)), block)
+        measurement_lines = [recorded_rows.measurements[name], *lines]
+        return text_of(read(record(tmp_path, traces, measurement_lines, **info)), block)
 
-    lines = found.rows_of(name)
+    lines = recorded_rows.rows_of(name)
     field = "differ" if name == "bits" else "value"
     changed = [row | {field: 2 * row[field] + 1} if chosen(row) else row for row in lines]
     assert changed != lines and text(changed) != text(lines)
@@ -95,7 +96,7 @@ def test_a_changed_page_picture_or_row_fails_the_check(
         f"<!-- record: {copy} -->\n" + BLOCK.format("latency") + BLOCK.format("latency_plot")
     )
     small = record(copy.parent / "small", [trace(FLAT, 7, 1.0)])
-    ladders = [f"<!-- record: {of} -->\n" + BLOCK.format("ladder") for of in (small, copy)]
+    ladders = [f"<!-- record: {run} -->\n" + BLOCK.format("ladder") for run in (small, copy)]
     other.write_text("".join(ladders))
 
     def check() -> list[str]:
@@ -123,13 +124,13 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     third = record(copy.parent / "third", [trace(FLAT, 7, 1.0)])
     assert call("report", "--pages", "--record", third).returncode == 0
     named = [re.findall("record: (.*) -->", path.read_text()) for path in (page, other)]
-    names = [[Path(path).name for path in found] for found in named]
+    names = [[Path(path).name for path in paths] for paths in named]
     assert names == [["third"], ["small", "third"]], "in place of that of the README alone"
 
 
 def test_pictures_are_linked_from_where_the_page_lies(recorded: Recorded) -> None:
-    assert "](docs/pictures/" in made(recorded, "latency_plot")
-    assert "](pictures/" in made(recorded, "latency_plot", folder=ROOT / "docs")
+    assert "](docs/pictures/" in text_of(recorded, "latency_plot")
+    assert "](pictures/" in text_of(recorded, "latency_plot", folder=ROOT / "docs")
 
 
 def test_the_hash_in_a_picture_is_of_the_data_alone(copy: Path, recorded: Recorded) -> None:
@@ -145,12 +146,12 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, monkeypatch) -> Non
     with pytest.raises(UsageError, match="page.md, block ranking: no <!-- record: "):
         pages.publish(check=True)
     with pytest.raises(UsageError, match="no block absent; there are short_ranking, "):
-        made(only_traces, "absent")
+        text_of(only_traces, "absent")
 
 
 @pytest.mark.parametrize("name", [name for name, (needs, _) in pages.BLOCKS.items() if needs])
 def test_a_block_says_that_its_measurement_is_not_recorded(name: str, tmp_path: Path) -> None:
-    assert made(read(record(tmp_path, [trace("x", 7, 1.0)])), name) == "Not recorded."
+    assert text_of(read(record(tmp_path, [trace("x", 7, 1.0)])), name) == "Not recorded."
 
 
 def test_best_cells_are_bold_and_bars_escaped() -> None:
@@ -170,13 +171,13 @@ def test_which_sources_have_changed_is_said(tmp_path: Path, monkeypatch) -> None
          "value": 0.1, "roofline": 0.05}
         for name in now
     ]  # fmt: skip
-    of = {"libs": {"solution_hash": "1"}}
-    traces = [trace(name, 7, 1.0, **of) for name in (*now, "cutedsl_moe_fp8_v1")]
+    options = {"libs": {"solution_hash": "1"}}
+    traces = [trace(name, 7, 1.0, **options) for name in (*now, "cutedsl_moe_fp8_v1")]
     recorded = read(record(tmp_path, traces[:2], measurement("sweep", sweep)))
-    assert "changed" not in made(recorded, "ranking", "sweep")
+    assert "changed" not in text_of(recorded, "ranking", "sweep")
     recorded = read(record(tmp_path, [*traces, trace("x", 7, 1.0)], measurement("sweep", sweep)))
     now |= {FLAT: "2", "cutedsl_moe_fp8_v1": "1"}
-    text = made(recorded, "ranking", "sweep")
+    text = text_of(recorded, "ranking", "sweep")
     assert text.count("Since this run the source of flat has changed.") == 1
     assert text.count("Since this measurement the source of flat has changed.") == 1
 
@@ -186,7 +187,7 @@ def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:
     bits = [bit | {"hash": "1", "tokens": 7, "largest": 1e-3},
             bit | {"hash": "2", "tokens": 80, "largest": 0.5}]  # fmt: skip
     traces = [trace(FLAT, 7, 1.0, libs={"solution_hash": "1"})]
-    text = made(read(record(tmp_path, traces, measurement("bits", bits))), "invariance")
+    text = text_of(read(record(tmp_path, traces, measurement("bits", bits))), "invariance")
     assert ", T=7. Where not" in text and "difference of any token is 1.0e-03." in text
 
 
@@ -199,7 +200,7 @@ def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
                 case | {"subject": "ours", "engine": engine, "value": 2.0}]  # fmt: skip
         measurements += measurement(name, both)
     recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurements))
-    text = made(recorded, "served_gains")
+    text = text_of(recorded, "served_gains")
     assert "served). vllm 1, random weights, m." in text
     assert "served_sglang). sglang 1, random weights, m." in text
     assert "| m, 2 layers | 1.50x | | m, 2 layers, in SGLang | 2.00x |" in text
@@ -229,19 +230,19 @@ def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line
 def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
     figures = {"clock": "device", "value": 0.1}, {"error": "no|room"}, {"error": "no|room"}
     same = {"subject": FLAT, "active": 7, "pairs": 7, "roofline": 0.05}
-    rows_of = [same | {"tokens": 2**n} | of for n, of in enumerate(figures)]
+    rows_of = [same | {"tokens": 2**n} | figure for n, figure in enumerate(figures)]
     for count, failed in ((1, ""), (3, "Failed: flat at T=2, 4 (no\\|room).")):
         run = record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("sweep", rows_of[:count]))
-        text = made(read(run), "sweep")
+        text = text_of(read(run), "sweep")
         assert failed in text and ("Failed" in text) == (count > 1)
 
 
 def test_both_clocks_are_shown_and_named_where_the_record_has_them(tmp_path: Path) -> None:
     blocks = ("short_ranking", "ranking", "latency", "latency_plot", "first_plot")
-    without = made(read(record(tmp_path, [trace(FLAT, 7, 1.0)])), *blocks)
+    without = text_of(read(record(tmp_path, [trace(FLAT, 7, 1.0)])), *blocks)
     assert "Time in ms, the fastest in bold" in without and "evice" not in without
     assert "The time on the GPU alone is not recorded." in without
-    both = made(read(record(tmp_path, [clocked(FLAT, 7, 1.0, 0.5)], roofline())), *blocks)
+    both = text_of(read(record(tmp_path, [clocked(FLAT, 7, 1.0, 0.5)], roofline())), *blocks)
     assert "Harness/device time in ms, the fastest in bold; roofline: a measured read" in both
     assert both.count("(replay of a CUDA graph)") == 2 and "**1.000**/**0.500**" in both
     assert both.index("/latency.png") < both.index("/latency_device.png")
@@ -268,7 +269,7 @@ def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
 
     def sentence(*rows_of: dict) -> str:
         gemm_layers = measurement("gemm_layers", list(rows_of), rates=RATES)
-        return made(read(record(tmp_path, [trace(FLAT, 7, 1.0)], gemm_layers)), "gemm_layers")
+        return text_of(read(record(tmp_path, [trace(FLAT, 7, 1.0)], gemm_layers)), "gemm_layers")
 
     first = gemms(("flat", 40.0), ("flat, next larger", 20.0), ("v3", 1.0))
     second = gemms(("flat", 12.5), ("flat, next larger", 25.0), n=7168, k=2048)
@@ -282,7 +283,7 @@ def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
     ) in sentence(*first, *second, *third)
     assert sentence(first[-1]) == "Not recorded.", "without a timing of ours beside a peer's"
     of_grid = measurement("gemm_study", [*first, *second, *gemms(("flat", 5.0))], rates=RATES)
-    study = made(read(record(tmp_path, [trace(FLAT, 7, 1.0)], of_grid)), "gemm_study")
+    study = text_of(read(record(tmp_path, [trace(FLAT, 7, 1.0)], of_grid)), "gemm_study")
     assert "the median is 0.80x, the least 0.25x; 2 of them are below 1.0x." in study
 
 

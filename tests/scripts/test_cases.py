@@ -35,13 +35,13 @@ WORKLOADS = {
 @pytest.mark.parametrize("chosen", WORKLOADS)
 def test_workloads_are_selected_by_length_and_by_uuid(chosen: str, ours) -> None:
     selectors, _, limit = chosen.partition("--max-tokens ")
-    given = ours.workloads[DEFINITION], selectors.split(), int(limit) if limit else None
+    call_args = ours.workloads[DEFINITION], selectors.split(), int(limit) if limit else None
     if isinstance(wanted := WORKLOADS[chosen], str):
         with pytest.raises(UsageError, match=wanted):
-            cases.select_workloads(*given)
+            cases.select_workloads(*call_args)
     else:
-        found = cases.select_workloads(*given)
-        assert [cases.tokens(t.workload) for t in found] == wanted
+        traces = cases.select_workloads(*call_args)
+        assert [cases.tokens(t.workload) for t in traces] == wanted
 
 
 def test_solutions_are_selected_by_pattern() -> None:
@@ -67,8 +67,8 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
     ours = [solution("same"), solution("new")]
     monkeypatch.setattr(cases.sources, "write_packed", lambda **_: [])
     monkeypatch.setattr(cases, "packed_solutions", lambda paths: ours)
-    trace_set, found = cases.load_with_ours(tmp_path)
-    assert found == ours
+    trace_set, solutions = cases.load_with_ours(tmp_path)
+    assert solutions == ours
     future, same = capsys.readouterr().err.split("\n", 1)
     assert "future.json" in future
     assert same == "same: the data set's copy differs; the current one is used\n"
@@ -100,8 +100,8 @@ def test_a_broken_data_set_is_named_in_one_line(tmp_path: Path) -> None:
 def test_only_tensors_that_are_missing_are_made_and_never_another_data_sets(
     ours, tmp_path: Path, monkeypatch
 ) -> None:
-    made: list[list[str]] = []
-    monkeypatch.setattr(cases, "make_workloads", lambda _, uuids, **__: made.append(uuids))
+    requested: list[list[str]] = []
+    monkeypatch.setattr(cases, "make_workloads", lambda _, uuids, **__: requested.append(uuids))
     first, second = ours.workloads[DEFINITION][:2]
     path = tmp_path / first.workload.inputs["routing_logits"].path
     path.parent.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_only_tensors_that_are_missing_are_made_and_never_another_data_sets(
         here.setattr(cases, "ROOT", tmp_path)
         for traces in [first], [first, second]:
             cases.make_missing_workloads(tmp_path, traces)
-    assert made == [[second.workload.uuid]]
+    assert requested == [[second.workload.uuid]]
     with pytest.raises(UsageError, match="lacks the tensors of 1 workloads"):
         cases.make_missing_workloads(tmp_path / "theirs", [first])
 

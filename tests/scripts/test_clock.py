@@ -25,18 +25,18 @@ def timed(kernel: Kernel) -> Timed:
 
 
 def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypatch) -> None:
-    """On a cold L2 cache each, the replay alone between the events, without the warm-up."""
+    """Every call starts on a cold L2 cache, with the replay alone between the events."""
     monkeypatch.setattr(clock, "traced", cuda.traced)
     a, waits = Kernel(cuda, "a"), Kernel(cuda, "waits", waits=99)
     b = Kernel(cuda, "b", waits=1)  # to compile, say
     calls = {kernel.name: timed(kernel) for kernel in (a, waits, b)}
-    found = clock.device_times(calls, repeats=9)
+    times = clock.device_times(calls, repeats=9)
     for kernel in (a, b):
         expected = clock.summary(kernel.took[-9:], method="graph")
-        assert found[kernel.name] == pytest.approx(expected)
-        assert found[kernel.name]["ms"] == pytest.approx(kernel.took[-5]), "the median"
+        assert times[kernel.name] == pytest.approx(expected)
+        assert times[kernel.name]["ms"] == pytest.approx(kernel.took[-5]), "the median"
     expected = clock.summary(waits.took[-7:], method="kernel sum")
-    assert found["waits"] == pytest.approx(expected), "tracing takes long: seven times"
+    assert times["waits"] == pytest.approx(expected), "tracing takes long: seven times"
     of_a, of_b = (["flush", "event", name, "event", "wait"] for name in "ab")
     timed_log = cuda.log[-11 * 10 :]
     assert timed_log == [*of_a, *of_b] * 11, "two rounds of warm-up and nine that count"
@@ -77,11 +77,11 @@ def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
     cuda, broken, capsys
 ) -> None:
     kernels = Kernel(cuda, "broken", **broken), Kernel(cuda, "right")
-    found = clock.device_times({k.name: timed(k) for k in kernels}, repeats=3)
-    assert found["broken"] == {
+    times = clock.device_times({k.name: timed(k) for k in kernels}, repeats=3)
+    assert times["broken"] == {
         "error": "RuntimeError: a replay of the captured call gives another output than the call"
     }
-    assert found["right"]["calls"] == 3
+    assert times["right"]["calls"] == 3
     assert "Traceback" in capsys.readouterr().err, "the log says where"
 
 
@@ -96,9 +96,9 @@ def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.log.append("given back"))
     kernels = [Kernel(cuda, "a"), Large(cuda, "large"), Kernel(cuda, "b")]
-    found = clock.device_times({k.name: timed(k) for k in kernels}, repeats=4)
+    times = clock.device_times({k.name: timed(k) for k in kernels}, repeats=4)
     for kernel in kernels:
-        assert found[kernel.name] == pytest.approx(clock.summary(kernel.took[-4:], method="graph"))
+        assert times[kernel.name] == pytest.approx(clock.summary(kernel.took[-4:], method="graph"))
     then = cuda.log.index("given back")
     replays = [x for x in cuda.log[:then] if x in "ab"]
     assert replays[-6:] == ["a"] * 6, "with two rounds of warm-up, before the second attempt"
@@ -118,10 +118,10 @@ def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
             raise torch.OutOfMemoryError("No memory. Tried to allocate 3.50 GiB. See the manual.")
 
     kernels = [Larger(cuda, "larger"), Kernel(cuda, "a"), Larger(cuda, "last")]
-    found = clock.device_times({k.name: timed(k) for k in kernels}, repeats=2)
+    times = clock.device_times({k.name: timed(k) for k in kernels}, repeats=2)
     error = {"error": "OutOfMemoryError: No memory. Tried to allocate 3.50 GiB"}
-    assert found["larger"] == found["last"] == error
-    assert found["a"]["calls"] == 2
+    assert times["larger"] == times["last"] == error
+    assert times["a"]["calls"] == 2
     assert [k.name for k in tries] == ["larger", "last", "last"]
 
 
@@ -183,11 +183,11 @@ def test_a_call_waits_if_torch_says_so(error, waiting, monkeypatch) -> None:
 
 
 def test_a_traced_call_takes_what_its_kernels_take(cuda, monkeypatch) -> None:
-    """Pauses and what runs side by side are left out."""
+    """The time is the sum of the kernels' times: without pauses, overlaps counted twice."""
     spans = [Span("a", 100, 150), Span("b", 120, 130), Span("c", 300, 420)]
     monkeypatch.setattr(clock, "traced", lambda call: spans)
-    found = clock.device_times({"x": timed(Kernel(cuda, "x", waits=99))}, repeats=2)
-    assert found["x"]["ms"] == pytest.approx(0.18) and found["x"]["calls"] == 2
+    times = clock.device_times({"x": timed(Kernel(cuda, "x", waits=99))}, repeats=2)
+    assert times["x"]["ms"] == pytest.approx(0.18) and times["x"]["calls"] == 2
 
 
 # --- traces -------------------------------------------------------------------------------------
@@ -236,19 +236,19 @@ def test_only_what_the_gpu_did_is_traced(monkeypatch) -> None:
 
 
 def test_every_call_is_flushed_and_the_first_ones_do_not_count(monkeypatch) -> None:
-    made: list[str] = []
+    log: list[str] = []
 
     def calls(spans: list[Span]) -> list[list[Span]]:
         monkeypatch.setattr(clock, "traced", lambda run: run() or spans)
         return clock.traced_calls(
-            lambda: made.append("call"), lambda: made.append("flush"), repeats=3
+            lambda: log.append("call"), lambda: log.append("flush"), repeats=3
         )
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
-    found = calls(calls_of("a", "b", calls=5))
-    assert made == ["flush", "wait", "call", "wait"] * (clock.TRACE_WARMUP + 3)
-    assert [[s.name for s in call] for call in found] == [["a", "b"]] * 3
-    assert [call[0].start for call in found] == [2150, 3150, 4150]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    spans_by_call = calls(calls_of("a", "b", calls=5))
+    assert log == ["flush", "wait", "call", "wait"] * (clock.TRACE_WARMUP + 3)
+    assert [[s.name for s in call] for call in spans_by_call] == [["a", "b"]] * 3
+    assert [call[0].start for call in spans_by_call] == [2150, 3150, 4150]
     other = [*calls_of("a", "b", calls=4), *calls_of("b", "a", calls=1)]
     for spans in (calls_of("a", "b", calls=5)[:-1], calls_of(calls=5), other):
         with pytest.raises(RuntimeError, match="do not repeat call by call"):

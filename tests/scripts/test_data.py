@@ -79,11 +79,11 @@ def test_files_are_what_is_written_of_the_specs(definition, tmp_path) -> None:
 
 @pytest.mark.parametrize("definition", MOE[1:], ids=lambda d: d.short)
 def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) -> None:
-    """Its smaller ones here: a draw of many tokens takes long."""
+    """Check the smaller specs only: a draw of many tokens takes long."""
     small = replace(definition, tokens=tuple(t for t in definition.tokens if t <= SMALL))
-    made = data.own_specs(small)
-    assert [replace(spec, definition=definition) for spec in made] == load_specs(definition)[
-        : len(made)
+    specs = data.own_specs(small)
+    assert [replace(spec, definition=definition) for spec in specs] == load_specs(definition)[
+        : len(specs)
     ]
 
 
@@ -92,10 +92,10 @@ def test_specs_of_our_own_are_what_the_program_makes(definition, monkeypatch) ->
 
 @by_draw
 def test_a_draw_has_the_tensors_counts_and_moments_of_the_spec(spec) -> None:
-    made, definition = draw(spec), spec.definition
-    assert data.digest(spec.tensors(made)) == spec.sha256
-    assert made.redrawn == spec.redrawn
-    local = made.ids - spec.local_expert_offset
+    routing, definition = draw(spec), spec.definition
+    assert data.digest(spec.tensors(routing)) == spec.sha256
+    assert routing.redrawn == spec.redrawn
+    local = routing.ids - spec.local_expert_offset
     here = (local >= 0) & (local < definition.num_local_experts)
     rows = Counter(local[here].tolist())
     assert spec.counts == {
@@ -105,12 +105,12 @@ def test_a_draw_has_the_tensors_counts_and_moments_of_the_spec(spec) -> None:
         "max": max(rows.values()),
     }
     # Or a different rounding of exp could redraw another row on another machine.
-    assert made.margin_gap > data.MIN_MARGIN_GAP
+    assert routing.margin_gap > data.MIN_MARGIN_GAP
     mean, std = (-1.6706, 0.6560) if "ds_routing" in definition.name else (0, 1)
-    assert abs(made.logits.mean(dtype=np.float64) - mean) < 2e-3
-    assert abs(made.logits.std(dtype=np.float64) - std) < 2e-3
-    assert made.logits.shape == (spec.seq_len, definition.num_experts)
-    logits = torch.from_numpy(made.logits)
+    assert abs(routing.logits.mean(dtype=np.float64) - mean) < 2e-3
+    assert abs(routing.logits.std(dtype=np.float64) - std) < 2e-3
+    assert routing.logits.shape == (spec.seq_len, definition.num_experts)
+    logits = torch.from_numpy(routing.logits)
     assert torch.equal(logits.to(torch.bfloat16).float(), logits)
 
 
@@ -128,8 +128,8 @@ def test_counts_are_close_to_the_captured_ones(spec) -> None:
 @by_draw
 def test_no_choice_hangs_on_a_small_margin(spec) -> None:
     """Recompute in torch and float32, unlike the generator."""
-    made, definition = draw(spec), spec.definition
-    scores = torch.from_numpy(made.logits)
+    routing, definition = draw(spec), spec.definition
+    scores = torch.from_numpy(routing.logits)
     if "ds_routing" in definition.name:
         scores = scores.sigmoid() + torch.from_numpy(routing_bias(definition))
     if definition.topk_group < definition.n_group:
@@ -142,7 +142,7 @@ def test_no_choice_hangs_on_a_small_margin(spec) -> None:
     ranked, order = scores.sort(descending=True)
     k = definition.top_k
     assert (ranked[:, k - 1] - ranked[:, k]).min() >= 1e-4
-    assert np.array_equal(order[:, :k].sort().values.numpy(), made.ids)
+    assert np.array_equal(order[:, :k].sort().values.numpy(), routing.ids)
 
 
 def test_a_draw_without_margins_ends(monkeypatch) -> None:
@@ -162,11 +162,11 @@ def test_the_captured_bias() -> None:
 
 @pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short or "default")
 def test_inputs_of_a_workload(definition, tmp_path) -> None:
-    """Made by the program, and as flashinfer-bench loads what the definition says."""
+    """Make the tensors by the program and load them through flashinfer-bench."""
     loaded_definition = load_json_file(Definition, ROOT / definition.path)
     specs = {s.uuid: s for s in load_specs(definition) if s.seq_len <= 16}
-    of = ["--definition", definition.short] if definition.short else []
-    done = call("data", "--root", tmp_path, *of, "--workloads", *specs)
+    definition_option = ["--definition", definition.short] if definition.short else []
+    done = call("data", "--root", tmp_path, *definition_option, "--workloads", *specs)
     assert done.returncode == 0 and len(list(tmp_path.rglob("*.safetensors"))) == len(specs)
     for line in (ROOT / data.workloads_path(definition)).read_text().splitlines():
         trace = Trace.model_validate_json(line)
@@ -218,8 +218,8 @@ def test_content_that_differs_from_the_spec_is_refused(tmp_path, monkeypatch) ->
 def test_the_program(tmp_path: Path) -> None:
     root = ["--root", tmp_path / "new"]
     assert call("data", *root, "--workloads", "e05c", "8f1f", "--max-tokens", "79").returncode == 0
-    (made,) = (tmp_path / "new").rglob("*.safetensors")
-    assert made == tmp_path / "new" / data.blob_path(SMALLEST)
+    (path,) = (tmp_path / "new").rglob("*.safetensors")
+    assert path == tmp_path / "new" / data.blob_path(SMALLEST)
     (tmp_path / "file").write_text("")
     for arguments, message in (
         ([*root, "--workloads", "nope"], "no workload matches nope"),

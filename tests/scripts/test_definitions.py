@@ -49,18 +49,18 @@ def test_name_axes_and_inputs_are_those_that_our_solutions_take(definition) -> N
     assert (loaded.name, loaded.op_type) == (definition.name, definition.op_type)
     assert list(loaded.var_axes) == ["seq_len"]
     dims = loaded.get_input_shapes({"seq_len": 256}) + loaded.get_output_shapes({"seq_len": 256})
-    given = {
+    arguments = {
         name: torch.empty(shape, dtype=getattr(torch, spec.dtype.value), device="meta")
         if shape is not None
         else 1
         for (name, spec), shape in zip((loaded.inputs | loaded.outputs).items(), dims, strict=True)
     }
     sizes = {k: int(v) for k, v in re.findall(r"_(e|h|i|topk)(\d+)", definition.name)}
-    shape, output = MoeShape(**definition.shape), given.pop("output")
+    shape, output = MoeShape(**definition.shape), arguments.pop("output")
     absent = {"routing_bias": None, "local_expert_offset": 0, "routed_scaling_factor": 1.0}
-    assert check_call(MoeInputs(**(absent | given)), output, shape) == 256
-    assert list(given) == [name for name in MoeInputs._fields if name in given]
-    assert len(given) == (10 if shape.has_bias else 7)
+    assert check_call(MoeInputs(**(absent | arguments)), output, shape) == 256
+    assert list(arguments) == [name for name in MoeInputs._fields if name in arguments]
+    assert len(arguments) == (10 if shape.has_bias else 7)
     of_name = {"e": shape.num_local_experts, "h": shape.hidden_size, "i": shape.intermediate_size}
     assert of_name | {"topk": shape.top_k} == sizes
     assert loaded.const_axes.get("top_k", 8) == shape.top_k
@@ -118,15 +118,15 @@ def test_names_are_found_in_full_and_in_short() -> None:
 
 def test_the_layer_of_no_data_set_has_its_own_sizes() -> None:
     shared = definitions.SHARED
-    made = Definition(**definitions.build_definition(shared))
-    assert made.name == shared.name and made.const_axes["num_gemm1_out_blocks"] == 4
-    by_name = dict(zip(made.inputs, made.get_input_shapes({"seq_len": 1}), strict=True))
+    definition = Definition(**definitions.build_definition(shared))
+    assert definition.name == shared.name and definition.const_axes["num_gemm1_out_blocks"] == 4
+    by_name = dict(zip(definition.inputs, definition.get_input_shapes({"seq_len": 1}), strict=True))
     shape = MoeShape(**shared.shape)
     *of_inputs, _ = signature(shape, 1, Form.usual(shape)).specs
     for name, dims, *_ in of_inputs:
         assert list(dims) == by_name[name]
     for line in ("N_GROUP = 1", "TOPK_GROUP = 1", "TOP_K = 9"):
-        assert f"\n{line}\n" in made.reference
+        assert f"\n{line}\n" in definition.reference
     assert definitions.find_layer(shared.short) is shared
 
 

@@ -269,21 +269,21 @@ def test_the_fields_come_back_without_times(monkeypatch) -> None:
     monkeypatch.setattr(emulate, "_run", lambda target, *_: torch.tensor([[2.0]]))
     monkeypatch.setattr(emulate, "evaluate", evaluate)
     with emulate.Kernels(emulate.Emulation("sm_90a", 7)) as kernels:
-        found = evaluated(kernels, "passes", "fails", "differs", "is signalled")
+        results = evaluated(kernels, "passes", "fails", "differs", "is signalled")
         correctness = {"max_absolute_error": 0.25}
-        assert found["passes"] == {
+        assert results["passes"] == {
             "status": "PASSED", "correctness": correctness, "performance": {},
         }  # fmt: skip
-        assert found["differs"]["status"] == "RUNTIME_ERROR"
-        assert "not the reference model's" in found["differs"]["log"]
+        assert results["differs"]["status"] == "RUNTIME_ERROR"
+        assert "not the reference model's" in results["differs"]["log"]
         for name in ("fails", "is signalled"):  # what ends both is left to the one that waits
-            assert found[name].keys() == {"status", "log"}
-            text, pid = found[name]["log"].rsplit(maxsplit=1)
+            assert results[name].keys() == {"status", "log"}
+            text, pid = results[name]["log"].rsplit(maxsplit=1)
             assert text == "went on in" and int(pid) != os.getpid()
 
         fields = evaluated(kernels, "dies")["dies"]  # and hangs nothing
         assert fields["status"] == "RUNTIME_ERROR" and "terminated abruptly" in fields["log"]
-        assert evaluated(kernels, "passes") == {"passes": found["passes"]}, "in new processes"
+        assert evaluated(kernels, "passes") == {"passes": results["passes"]}, "in new processes"
 
 
 LASTING = """

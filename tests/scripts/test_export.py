@@ -95,8 +95,8 @@ def export(tmp_path: Path) -> Callable[..., tuple[Done, list[Trace]]]:
 
 def test_the_latest_traces_are_exported_in_the_data_sets_order(export, flat) -> None:
     later, v2 = traces_of(flat, time="02"), exported(V2)
-    done, found = export([*reversed(later), *traces_of(flat), *traces_of(v2, time="03")])
-    assert found == later
+    done, traces = export([*reversed(later), *traces_of(flat), *traces_of(v2, time="03")])
+    assert traces == later
     assert done.stderr == f"{FLAT}: 19 of 19 workloads passed on NVIDIA H200 (rtol 0.2)\n"
 
 
@@ -131,22 +131,22 @@ def changed(content: Any, changes: dict) -> Any:
 
 @pytest.mark.parametrize(("changes", "why"), SPOILED)
 def test_a_workload_that_is_not_backed_is_refused_by_name(export, flat, changes, why) -> None:
-    made = traces_of(flat)
-    made[3] = changed(made[3], changes)
+    traces = traces_of(flat)
+    traces[3] = changed(traces[3], changes)
     if changes is FAILED:  # a later failure counts, too
-        made.append(traces_of(flat)[3])
-        made[3]["evaluation"]["timestamp"] = "2026-02"
-    done, _ = export(made)
+        traces.append(traces_of(flat)[3])
+        traces[3]["evaluation"]["timestamp"] = "2026-02"
+    done, _ = export(traces)
     wanted = f"1 of 19 workloads are not backed:\n  T=80 {WORKLOADS[3].workload.uuid[:8]}: .*{why}"
     assert done.returncode == 1 and re.search(wanted, done.stderr)
-    assert len(export(made, form="apply")[1]) == 18, "those that are backed are enough"
+    assert len(export(traces, form="apply")[1]) == 18, "those that are backed are enough"
     none, _ = export([changed(trace, changes) for trace in traces_of(flat)], form="apply")
     message = "19 of 19|none of any GPU|there are some of NVIDIA H100"
     assert none.returncode == 1 and re.search(message, none.stderr)
 
 
 def test_a_gpu_is_meant_by_its_words_or_by_its_whole_name(export, flat) -> None:
-    made = [*traces_of(flat), *traces_of(flat, hardware="NVIDIA H200 NVL")]
+    traces = [*traces_of(flat), *traces_of(flat, hardware="NVIDIA H200 NVL")]
     several = "--gpu H200 means NVIDIA H200 and NVIDIA H200 NVL: give the whole name\n"
     for gpu, status, message in (
         ("NVIDIA h200", 0, "passed on NVIDIA H200 (rtol 0.2)\n"),
@@ -155,14 +155,14 @@ def test_a_gpu_is_meant_by_its_words_or_by_its_whole_name(export, flat) -> None:
         *((other, 1, None) for other in ("H100", "H20", "200", "B200 H200", "-", "")),
     ):
         none = f"no traces on a GPU named {gpu}; there are some of NVIDIA H200, NVIDIA H200 NVL\n"
-        done, _ = export(made, gpu=gpu)
+        done, _ = export(traces, gpu=gpu)
         assert done.returncode == status and done.stderr.endswith(message or none)
 
 
 def test_other_sources_count_where_they_are_asked_for_but_not_two_at_once(export, flat) -> None:
     old = [changed(t, OTHER_SOURCE) for t in traces_of(flat)]
-    done, found = export(old, "--other-sources")
-    assert found == old
+    done, traces = export(old, "--other-sources")
+    assert traces == old
     assert "the traces are of source 01234567, the exported one is" in done.stderr
     for options in ([], ["--other-sources"]):
         done, _ = export([*old, traces_of(flat, time="02")[0]], *options)
@@ -240,26 +240,26 @@ def test_the_contests_settings_are_those_of_its_page(monkeypatch) -> None:
     """The kit's EVALUATION.md: --use-isolated-runner --timeout 300 --atol 1 --rtol 0.3
     --required-matched-ratio 0.9, all else by default."""
 
-    def given(*arguments: str) -> BenchmarkConfig:
+    def config_of(*arguments: str) -> BenchmarkConfig:
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])
         return configuration(bench.parse_arguments(), on_gpu=True)
 
     named = {"atol": 1.0, "rtol": 0.3, "required_matched_ratio": 0.9}
     expected = BenchmarkConfig(use_isolated_runner=True, timeout_seconds=300, **named)
     wanted = {k: v for k, v in vars(expected).items() if v is not None}  # by default, in its main
-    made = given("--contest")
-    assert vars(made).items() >= wanted.items() and made != given()
+    contest = config_of("--contest")
+    assert vars(contest).items() >= wanted.items() and contest != config_of()
     options = "--rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300".split()
-    assert made == given(*options)
-    assert given("--timeout", "9", "--contest").timeout_seconds == 9
+    assert contest == config_of(*options)
+    assert config_of("--timeout", "9", "--contest").timeout_seconds == 9
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
 def test_the_tree_comes_back_and_is_not_written_again(tmp_path: Path, flat: Export) -> None:
-    made = {V2: traces_of(exported(V2)), FLAT: traces_of(flat)}
-    every = [trace for traces in made.values() for trace in traces]
+    traces_by_name = {V2: traces_of(exported(V2)), FLAT: traces_of(flat)}
+    every = [trace for traces in traces_by_name.values() for trace in traces]
     output = tmp_path / "tree"
     output.mkdir()  # an empty one is as good as none
     common = [
@@ -277,7 +277,7 @@ def test_the_tree_comes_back_and_is_not_written_again(tmp_path: Path, flat: Expo
     written = {Path(line) for line in done.stdout.splitlines()}
     assert written == {p for p in output.rglob("*") if p.is_file()}
     packed = {s.name: s for s in TraceSet.from_path(str(output)).solutions[DEFINITION]}
-    assert packed.keys() == made.keys() and packed[FLAT].hash() == flat.solution.hash()
+    assert packed.keys() == traces_by_name.keys() and packed[FLAT].hash() == flat.solution.hash()
     assert {solution.author for solution in packed.values()} == {"some-team"}
     path = output / f"traces/some-team/moe/{DEFINITION}.jsonl"
     assert [json.loads(line) for line in path.read_text().splitlines()] == every
@@ -324,17 +324,17 @@ def export_apply(place: Path, traces: list[Trace], *options: str) -> Done:
 
 
 def measured(speedups: dict[str, dict[int, float]]) -> list[Trace]:
-    """Traces of these solutions at these token counts, with these speed-ups and the errors that
-    such outputs have."""
-    made = []
-    for name, of in speedups.items():
+    """Return traces of these solutions at these token counts, with these speed-ups and with errors
+    as large as those of real outputs."""
+    traces = []
+    for name, by_tokens in speedups.items():
         for trace in traces_of(exported(name)):
-            if speedup := of.get(trace["workload"]["axes"]["seq_len"]):
+            if speedup := by_tokens.get(trace["workload"]["axes"]["seq_len"]):
                 trace["evaluation"]["performance"]["speedup_factor"] = speedup
                 errors = {"max_absolute_error": 24288.0, "max_relative_error": 4e10}
                 trace["evaluation"]["correctness"] = errors
-                made.append(trace)
-    return made
+                traces.append(trace)
+    return traces
 
 
 RUN = {FUSED: {1: 12.0, 7: 5.0, 80: 2.0}, V1: {1: 8.0, 7: 6.0, 80: 3.0}}
@@ -369,16 +369,16 @@ def cache(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 @pytest.fixture
 def built(monkeypatch) -> list[str]:
-    """The solutions that are built when they are chosen, in order."""
-    found: list[str] = []
+    """Return the names of the solutions that are built from now on, in order."""
+    names: list[str] = []
     build = BuilderRegistry.build
 
     def named(self: BuilderRegistry, definition: Any, solution: Any) -> Any:
-        found.append(solution.name)
+        names.append(solution.name)
         return build(self, definition, solution)
 
     monkeypatch.setattr(BuilderRegistry, "build", named)
-    return found
+    return names
 
 
 @pytest.mark.all
@@ -413,7 +413,7 @@ def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
         "hidden_states_scale": values["hidden_states_scale"].repeat(1, 2),
     }
     inputs = tuple(two.values())[:-1]
-    fallback = lambda *given: ("fallback", len(given))  # noqa: E731
+    fallback = lambda *args: ("fallback", len(args))  # noqa: E731
     with enable_apply(str(data_set), TRACES):
         assert apply(DEFINITION, args=inputs, fallback=fallback) == ("fallback", 10)
         with pytest.raises(RuntimeError, match="Apply miss"):
@@ -439,8 +439,8 @@ def test_the_directory_holds_what_apply_reads_and_only_what_is_backed(data_set: 
 
 
 def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Path) -> None:
-    made = measured({FUSED: {7: 5.0}})
-    made[0]["evaluation"]["environment"]["libs"]["solution_hash"] = "0123"
-    done = export_apply(tmp_path, made)
+    traces = measured({FUSED: {7: 5.0}})
+    traces[0]["evaluation"]["environment"]["libs"]["solution_hash"] = "0123"
+    done = export_apply(tmp_path, traces)
     assert re.search("(?s)measured with source.*no traces on a GPU", done.stderr)
     assert done.returncode == 1 and not (tmp_path / "made").exists()

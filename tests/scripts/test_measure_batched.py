@@ -23,7 +23,7 @@ DEVICE_NAME = DEVICE.type
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch) -> None:
-    """Widths of 256 and 512, DeepGEMM and a clock of our own; neither engine."""
+    """Use widths of 256 and 512, stand-ins for DeepGEMM and the clock, and no engine."""
     for name, size in (("HIDDEN", 256), ("WIDTH", 512), ("PLACES", 128)):
         monkeypatch.setattr(batched, name, size)
     monkeypatch.setitem(sys.modules, "deep_gemm", fake_libraries.deep_gemm())
@@ -32,7 +32,7 @@ def small(monkeypatch) -> None:
 
     def device_times(calls, repeats):
         ms = {name: 0.01 * (1 + place) for place, name in enumerate(calls)}
-        return {name: {"ms": of, "p10": of, "p90": of, "calls": repeats} for name, of in ms.items()}
+        return {name: {"ms": t, "p10": t, "p90": t, "calls": repeats} for name, t in ms.items()}
 
     monkeypatch.setattr(batched, "device_times", device_times)
 
@@ -115,8 +115,8 @@ def test_the_program(peer_fails: bool, ours_fail: bool, measure, monkeypatch) ->
             else:
                 into.add(case, name, peer=peer, value=us + tokens * (not peer), **more)
 
-    made = batched.make_weights(8, 1, DEVICE_NAME)
-    monkeypatch.setattr(batched, "make_weights", lambda experts, seed: made)
+    weights = batched.make_weights(8, 1, DEVICE_NAME)
+    monkeypatch.setattr(batched, "make_weights", lambda experts, seed: weights)
     monkeypatch.setattr(batched, "EXPERTS", (2, 8))
     monkeypatch.setattr(batched, "measure", of_case)
     done, rows = measure("batched", "--rows", "1", "4", "--uneven", "--markdown")

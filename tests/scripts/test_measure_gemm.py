@@ -60,7 +60,7 @@ def test_work_of_a_problem() -> None:
 
 @pytest.fixture
 def peers(monkeypatch):
-    """Stand-ins of the peers, with the rows that DeepGEMM was told to expect."""
+    """Return stand-ins for the peers, and the `expected_m` of every call of DeepGEMM."""
     deep_gemm, expected = fake_libraries.deep_gemm(), []
     masked = deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked
 
@@ -71,8 +71,8 @@ def peers(monkeypatch):
     deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked = noting
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
     monkeypatch.setitem(sys.modules, "sgl_kernel", fake_libraries.sgl_kernel())
-    found = gemm.deepgemm_variants() + gemm.sgl_variants()
-    return SimpleNamespace(variants=found, expected=expected)
+    variants = gemm.deepgemm_variants() + gemm.sgl_variants()
+    return SimpleNamespace(variants=variants, expected=expected)
 
 
 UNEVEN = (5, 0, 130, 1, 0)
@@ -168,8 +168,8 @@ def test_the_study_is_81_configurations() -> None:
 
 
 def test_problems_are_both_gemms_of_each_workload_with_rows() -> None:
-    found = layer_problems(histograms(ROOT, [1, 7]) + [Histogram("x", 1, (0,) * 32)])
-    assert [(p.n, p.k, p.tokens) for p in found] == [
+    problems = layer_problems(histograms(ROOT, [1, 7]) + [Histogram("x", 1, (0,) * 32)])
+    assert [(p.n, p.k, p.tokens) for p in problems] == [
         (n, k, tokens) for n, k in ((4096, 7168), (7168, 2048)) for tokens in (7, 1)
     ]
 
@@ -248,16 +248,16 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
     variants = [good, *peers.variants, wrong]
     into = rows.Writer("gemm_quick", "a GPU", "m")
     run_problem(into, problem, variants, FLOORS, 3, 2026)
-    found = list(into.rows)
-    assert [r["subject"] for r in found] == [v.name for v in variants]
-    assert found[0]["value"] == pytest.approx(10.0) and found[0]["method"] == "graph"
-    assert found[0]["config"] == str(heuristic(problem)) and not found[0]["peer"]
+    records = list(into.rows)
+    assert [r["subject"] for r in records] == [v.name for v in variants]
+    assert records[0]["value"] == pytest.approx(10.0) and records[0]["method"] == "graph"
+    assert records[0]["config"] == str(heuristic(problem)) and not records[0]["peer"]
     facts = {"tokens": 7, "pairs": 136, "active": 3, "max": 130}.items()
-    assert all(r.items() >= facts for r in found)
+    assert all(r.items() >= facts for r in records)
     # Two readings after the four variants that are right: 14 and 15 us, the faster one counts.
-    assert all(r["read"] == r["roofline"] == pytest.approx(14.0) for r in found[:-1])
-    assert "value" not in found[-1] and found[-1]["error"].startswith("wrong: calc_diff")
-    (mine, *_), ratio = found, tables.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
+    assert all(r["read"] == r["roofline"] == pytest.approx(14.0) for r in records[:-1])
+    assert "value" not in records[-1] and records[-1]["error"].startswith("wrong: calc_diff")
+    (mine, *_), ratio = records, tables.gemm_frame(into.result, "gemm_quick").vs_best_peer[0]
     assert ratio == pytest.approx(1.1) and "hash" not in mine
     slow = FLOORS | {"fp8_flops_per_s": 1e9}
     run_problem(into, problem, variants[:1], slow, 3, 2026)
@@ -267,7 +267,7 @@ def test_a_problem_is_checked_timed_and_compared(no_gpu, kernel, peers) -> None:
 def test_launches_rotate_over_more_operands_than_the_cache_holds(
     no_gpu, kernel, monkeypatch
 ) -> None:
-    """Ours and the readings alike; so that a launch finds nothing of the one before it there."""
+    """Our launches and the readings both rotate, so that none finds its operands in the cache."""
     seen: list[list[int]] = []
 
     def rotated(calls):
@@ -286,10 +286,10 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
         sets = len(set(operands_of))
         assert (sets - 1) * problem.bytes >= 4 * 2**20, "four times the cache before it comes again"
     assert len(weights(5, 256, 384, "cpu", 2026).sets) >= sets, "each with weights of its own"
-    made: list[int] = []
-    turns = [Timed(lambda out, n=n: made.append(n), [torch.zeros(1)]) for n in range(3)]
-    real(turns)()
-    assert made == [n % 3 for n in range(40)]
+    order: list[int] = []
+    timed_calls = [Timed(lambda out, n=n: order.append(n), [torch.zeros(1)]) for n in range(3)]
+    real(timed_calls)()
+    assert order == [n % 3 for n in range(40)]
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> None:
@@ -354,10 +354,10 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     output = torch.empty(tokens, DEEPSEEK_V3.hidden_size, dtype=torch.bfloat16, device="meta")
     module.moe.__wrapped__(inputs, output, DEEPSEEK_V3)
     shapes = LAYER_SHAPES.values()
-    found = [gemm.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
-    assert found == launched
+    configs = [gemm.shipped(name, Problem(rows, n, k, tokens)) for n, k in shapes]
+    assert configs == launched
     if name == "v3":  # flat knows the tokens alone
-        assert found == [heuristic(Problem(rows, n, k, tokens)) for n, k in shapes]
+        assert configs == [heuristic(Problem(rows, n, k, tokens)) for n, k in shapes]
 
 
 def test_beside_flats_config_stand_those_next_to_it(monkeypatch) -> None:
@@ -367,10 +367,10 @@ def test_beside_flats_config_stand_those_next_to_it(monkeypatch) -> None:
     rungs = list(map(str, gemm.ladder()))
 
     def tried(tokens: int) -> dict[tuple[str, str], int]:
-        found = gemm.collect_variants(True, Problem((1,) * 32, n, k, tokens))
-        assert all(len(v.labels()["hash"]) == 40 for v in found)
-        at = rungs.index(found[0].config)
-        return {(v.name, v.solution[-4:]): rungs.index(v.config) - at for v in found[:-1]}
+        variants = gemm.collect_variants(True, Problem((1,) * 32, n, k, tokens))
+        assert all(len(v.labels()["hash"]) == 40 for v in variants)
+        at = rungs.index(variants[0].config)
+        return {(v.name, v.solution[-4:]): rungs.index(v.config) - at for v in variants[:-1]}
 
     larger, smaller = ("flat, next larger", "flat"), ("flat, next smaller", "flat")
     assert tried(1) == {("flat", "flat"): 0, larger: 1}
@@ -422,7 +422,7 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     ],
 )
 def test_the_program(arguments, wrong, status, where, measure, monkeypatch) -> None:
-    """Everything but the timing."""
+    """Run everything but the timing."""
 
     def run_problem(into, problem, variants, *_):
         for number, variant in enumerate(variants):
@@ -433,15 +433,15 @@ def test_the_program(arguments, wrong, status, where, measure, monkeypatch) -> N
     monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(gemm, "peer_variants", lambda: [Variant("a peer", print, peer=True)])
-    done, found = measure("gemm", *arguments.split())
+    done, recorded = measure("gemm", *arguments.split())
     assert done.returncode == status
     assert f"error: {wrong} at {where}: wrong" in done.stderr or not wrong
     layers = "--layers" in arguments
-    (name,) = found.measurements
+    (name,) = recorded.measurements
     own = {"flat", "v3", "flat, next larger"} if layers else {"ours default"}
     assert name == ("gemm_layers" if layers else "gemm_quick")
-    assert {row["subject"] for row in found.rows_of(name)} == {*own, "a peer"}
+    assert {row["subject"] for row in recorded.rows_of(name)} == {*own, "a peer"}
     solutions = ["cutedsl_moe_fp8_flat"] * layers + ["cutedsl_moe_fp8_v3"]
-    assert [n for n in found.hashes(name)] == solutions
+    assert [n for n in recorded.hashes(name)] == solutions
     assert ("flat, best known" in done.stdout) == layers
     assert "FP8 matmul 1500 TFLOP/s" in done.stdout

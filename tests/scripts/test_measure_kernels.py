@@ -154,24 +154,24 @@ def test_the_least_time_is_the_larger_of_bytes_and_flops() -> None:
 
 
 def test_kernels_get_the_work_of_their_call() -> None:
-    """A call without a kernel for SwiGLU has it in the first GEMM, which writes less; one without a
-    kernel that copies the tokens to their rows gathers them there."""
+    """Without a SwiGLU kernel GEMM1 computes SwiGLU and writes less. Without a permute kernel GEMM1
+    gathers the tokens."""
     h = Histogram("a", 3, (3, 0, 1), hit=2)
 
-    def of(*names: str) -> list:
+    def works_of(*names: str) -> list:
         return kernels.works(names, h)
 
-    fused = of(*FUSED)
+    fused = works_of(*FUSED)
     assert [stage for _, stage, _ in fused] == FUSED_STAGES
     assert fused[3][2] == kernels.work(h, False, True)["gemm1"]
-    gathers = of(OURS.format("kernelsrouteRouteWord"), *FUSED[3:])
+    gathers = works_of(OURS.format("kernelsrouteRouteWord"), *FUSED[3:])
     assert [stage for _, stage, _ in gathers] == ["route", "gemm1", "gemm2", "combine"]
     assert gathers[1][2] == kernels.work(h, True, True)["gemm1"]
     gemm = "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<int>>(Params)"
-    assert of(gemm, "its own", gemm)[0][2] == kernels.work(h, False, False)["gemm1"]
+    assert works_of(gemm, "its own", gemm)[0][2] == kernels.work(h, False, False)["gemm1"]
     float32_rows = OURS.format("kernelscombineCombine").replace("tensor00", "tensorptrf32gmem")
-    assert of(*FUSED[:-1], float32_rows)[-2][2].flops == 2 * fused[-2][2].flops
-    flat = of(*FUSED[:4], OURS.format("kernelsswiglu_quantSwigluQuant"), *FUSED[4:], "other")
+    assert works_of(*FUSED[:-1], float32_rows)[-2][2].flops == 2 * fused[-2][2].flops
+    flat = works_of(*FUSED[:4], OURS.format("kernelsswiglu_quantSwigluQuant"), *FUSED[4:], "other")
     assert flat[3][2] == kernels.work(h, False, False)["gemm1"]
     assert flat[-1] == ("other", None, None)
     other = find("qwen3_next")
@@ -180,15 +180,15 @@ def test_kernels_get_the_work_of_their_call() -> None:
 
 
 def test_the_rows_and_the_table_have_a_line_for_each_kernel(profiled) -> None:
-    found = profiled(*FUSED, "other")
-    assert [row["part"] for row in found[:-1]] == [*FUSED_STAGES, "other", "span"]
-    assert found[3]["flops"] == 2 * 4 * 4096 * 7168 and "bytes" not in found[-3]
-    of = rows.Rows({found[0]["of"]: {"id": found[0]["of"], "name": "kernels"}}, found)
-    of.rows.append(found[0] | {"uuid": "b"})
-    table = kernels_table(of, "x", "a").frame
+    lines = profiled(*FUSED, "other")
+    assert [row["part"] for row in lines[:-1]] == [*FUSED_STAGES, "other", "span"]
+    assert lines[3]["flops"] == 2 * 4 * 4096 * 7168 and "bytes" not in lines[-3]
+    recorded = rows.Rows({lines[0]["of"]: {"id": lines[0]["of"], "name": "kernels"}}, lines)
+    recorded.rows.append(lines[0] | {"uuid": "b"})
+    table = kernels_table(recorded, "x", "a").frame
     assert table.kernel.tolist() == [*FUSED_STAGES, "other", "span", "without the profiler"]
     assert table.gap[:2].tolist() == ["-", "-2.00"]
-    rate = found[3]["flops"] / found[3]["value"] / 1e6
+    rate = lines[3]["flops"] / lines[3]["value"] / 1e6
     assert table["TFLOP/s"][2:4].tolist() == ["-", f"{rate:.0f}"]
     assert table.MB[6] == table["% of roofline"][6] == "-"
     assert table["p10-p90"][[0, 7]].tolist() == ["10.00-14.00", "-"]
@@ -199,40 +199,42 @@ def test_the_rows_and_the_table_have_a_line_for_each_kernel(profiled) -> None:
 
 
 def test_a_call_is_marked_once(monkeypatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
     for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: made.append(name))
-    kernels.one_call(lambda: made.append("call"))
-    assert made[-6:] == ["call", "wait", "start", "call", "wait", "stop"]
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: events.append(name))
+    kernels.one_call(lambda: events.append("call"))
+    assert events[-6:] == ["call", "wait", "start", "call", "wait", "stop"]
 
 
 @pytest.mark.all
 def test_each_definition_and_workload_has_its_rows_and_table(measure, monkeypatch) -> None:
-    """Everything but the GPU's own measurements, on the smallest workload."""
+    """Run everything but the GPU's measurements, on the smallest workload."""
     choose, seen, marked = cases.choose, [], []
 
     def measured(into, solution, call, h, layer, rates, least_us, repeats, eager):
         assert least_us == pytest.approx(40.0)
         case = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
         seen.append((solution.name, call, case["active"], layer.short, rates, repeats, eager))
-        of = {"hash": solution.hash()}
-        into.add(case, solution.name, value=11.0, unit="us", part="gemm1", **of)
+        source = {"hash": solution.hash()}
+        into.add(case, solution.name, value=11.0, unit="us", part="gemm1", **source)
 
     monkeypatch.setattr(clock, "timed", lambda definition, solution, inputs, device: "call")
     monkeypatch.setattr(kernels, "measure", measured)
-    monkeypatch.setattr(layers, "measure_reading", lambda found, *_: {found[0].uuid: 0.04})
+    monkeypatch.setattr(
+        layers, "measure_reading", lambda histograms, *_: {histograms[0].uuid: 0.04}
+    )
     monkeypatch.setattr(kernels, "one_call", marked.append)
     monkeypatch.setattr(cases.Inputs, "of", lambda self, workload: [])
     monkeypatch.setattr(cases, "choose", lambda local, on_gpu, **kind: choose(local, False, **kind))
     arguments = ["kernels", "--workloads", "1"]
     done, none = measure(*arguments, "--only-call")
     assert done.returncode == 0 and marked == ["call"] and not none.rows
-    done, found = measure(*arguments, "--markdown", "--definition", DEFAULT.name, "dsv3_tp8")
+    done, recorded = measure(*arguments, "--markdown", "--definition", DEFAULT.name, "dsv3_tp8")
     assert done.returncode == 0 and "| gemm1 " in done.stdout
     assert "cutedsl_moe_fp8_fused, T=1: 3 pairs, 3 experts" in done.stdout
     assert seen == [
         ("cutedsl_moe_fp8_fused", "call", 3, "", RATES, 20, False),
         ("cutedsl_moe_fp8_fused_dsv3_tp8", "call", 8, "dsv3_tp8", RATES, 20, False),
     ], "all experts are there in the second"
-    assert list(found.hashes("kernels")) == [subject for subject, *_ in seen]
+    assert list(recorded.hashes("kernels")) == [subject for subject, *_ in seen]

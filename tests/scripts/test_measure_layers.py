@@ -63,8 +63,8 @@ def test_figures_of_right_and_wrong_solutions() -> None:
     returns = small.solution("returns", small.REFERENCE, dps=False)
     solutions = [small.solution("right"), small.solution("wrong", wrong), returns]
     nothing = small.solution("nothing", "def run(x, w, factor, output): pass\n")
-    found = measured([*solutions, small.solution("fails", fails), nothing])
-    by_name = {name: row for (_, name), row in found.items()}
+    rows_by_pair = measured([*solutions, small.solution("fails", fails), nothing])
+    by_name = {name: row for (_, name), row in rows_by_pair.items()}
     assert by_name["right"]["cosine"] > 0.9999 and by_name["right"]["tokens"] == 3
     assert by_name["right"]["hash"] == solutions[0].hash()
     assert by_name["returns"]["cosine"] > 0.9999
@@ -77,34 +77,34 @@ def test_figures_of_right_and_wrong_solutions() -> None:
 
 
 def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> None:
-    found = measured([small.solution("vandal", VANDAL), small.solution("right")])
-    assert found["uuid-3-0", "vandal"]["inputs_changed"] == ["x", "w"]
+    rows_by_pair = measured([small.solution("vandal", VANDAL), small.solution("right")])
+    assert rows_by_pair["uuid-3-0", "vandal"]["inputs_changed"] == ["x", "w"]
     nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
     assert layers.changed(small.definition(), [nan, -zero, 2.0], [nan, zero, 2.0]) == ["w"]
-    right = found["uuid-3-0", "right"]
+    right = rows_by_pair["uuid-3-0", "right"]
     assert "inputs_changed" not in right and right["calc_diff"] < 1e-5, "the weights are everyone's"
 
 
 def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypatch) -> None:
-    """A reference that exits on one workload, inputs of another, a solution that exits."""
+    """The reference exits on one workload, another has no inputs, and a solution exits."""
     real = cases.Inputs.of
 
-    def of(self: cases.Inputs, workload: Workload) -> list:
+    def load_or_raise(self: cases.Inputs, workload: Workload) -> list:
         if workload.uuid == "uuid-2-1":
             raise UsageError("no file")
         return real(self, workload)
 
-    monkeypatch.setattr(cases.Inputs, "of", of)
+    monkeypatch.setattr(cases.Inputs, "of", load_or_raise)
     exits = "    import sys; sys.exit(0)\n"
     reference = small.REFERENCE.replace("    return", f"    if len(x) == 3:\n    {exits}    return")
     solutions = [small.solution("right"), small.solution("exits", small.RIGHT + exits)]
-    found = measured(solutions, reference=reference, lengths=(3, 2, 1))
+    rows_by_pair = measured(solutions, reference=reference, lengths=(3, 2, 1))
     message = f"RuntimeError: the reference of {DEFINITION} fails: SystemExit: 0"
     for name in ("right", "exits"):
-        assert found["uuid-3-0", name]["error"] == message
-        assert found["uuid-2-1", name]["error"] == "UsageError: no file"
-    assert found["uuid-1-2", "right"]["cosine"] > 0.9999
-    assert found["uuid-1-2", "exits"]["error"] == "SystemExit: 0"
+        assert rows_by_pair["uuid-3-0", name]["error"] == message
+        assert rows_by_pair["uuid-2-1", name]["error"] == "UsageError: no file"
+    assert rows_by_pair["uuid-1-2", "right"]["cosine"] > 0.9999
+    assert rows_by_pair["uuid-1-2", "exits"]["error"] == "SystemExit: 0"
 
 
 def out_of_memory(*arguments: object) -> None:
@@ -152,14 +152,14 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cu
     subjects = {name: (prepare, {}) for name, prepare in calls.items()}
     subjects["right"] = calls["right"], {"peer": False}
     layers.measure_calls(into, {"tokens": 2}, small.definition(), [], subjects, 3, 0.1, 2e-3)
-    found = {(row["subject"], row.get("clock", "")): row for row in into.rows}
+    by_clock = {(row["subject"], row.get("clock", "")): row for row in into.rows}
     for name in ("right", "returns"):
-        assert found[name, ""]["calc_diff"] == 0
-        device = found[name, "device"]
+        assert by_clock[name, ""]["calc_diff"] == 0
+        device = by_clock[name, "device"]
         assert (device["method"], device["calls"], device["unit"]) == ("graph", 3, "ms")
-        assert found[name, "harness"]["value"] == 0.5 and device["roofline"] == 0.1
-        assert all(found[name, clock]["tokens"] == 2 for clock in ("", "device"))
-    assert found["right", "device"]["peer"] is False and "peer" not in found["returns", ""]
+        assert by_clock[name, "harness"]["value"] == 0.5 and device["roofline"] == 0.1
+        assert all(by_clock[name, clock]["tokens"] == 2 for clock in ("", "device"))
+    assert by_clock["right", "device"]["peer"] is False and "peer" not in by_clock["returns", ""]
     assert cuda.called_on == {clock.own_stream()}, "a solution keeps its buffers for each"
     errors = {row["subject"]: row["error"] for row in into.rows if "error" in row}
     assert errors == {
@@ -180,8 +180,8 @@ def test_what_flashinfer_bench_has_judged_is_timed_though_it_is_wrong(calls) -> 
 
 def test_one_clock_where_the_harness_has_the_devices(calls, monkeypatch) -> None:
     monkeypatch.setattr(clock, "HARNESS_EVENTS", False)
-    found = clock.both_times({"right": calls["right"]()}, 3)
-    assert list(found["right"]) == ["device"] and found["right"]["device"]["method"] == "graph"
+    times = clock.both_times({"right": calls["right"]()}, 3)
+    assert list(times["right"]) == ["device"] and times["right"]["device"]["method"] == "graph"
 
 
 # --- the program on a run -------------------------------------------------------------------------
@@ -195,11 +195,11 @@ def program(monkeypatch):
 
 
 def traces_of(directory: Path, *hashes: tuple[str, str], hardware: str = "GPU A") -> Path:
-    made = []
+    traces = []
     for name, source in hashes:
-        made.append(trace(name, 7, 1.0, hardware=hardware, libs={"solution_hash": source}))
-        made[-1]["workload"] |= {"uuid": "uuid-3-0", "axes": {"seq_len": 3}}
-    return write(directory / "traces.jsonl", made)
+        traces.append(trace(name, 7, 1.0, hardware=hardware, libs={"solution_hash": source}))
+        traces[-1]["workload"] |= {"uuid": "uuid-3-0", "axes": {"seq_len": 3}}
+    return write(directory / "traces.jsonl", traces)
 
 
 def pairs_of(path: Path) -> list[tuple[int, str]]:
@@ -215,9 +215,9 @@ def test_a_run_gets_the_rows_and_a_vandal_fails_in_its_ranking(
     err = capsys.readouterr().err
     assert f"2 rows added to {tmp_path / 'rows.jsonl'}" in err
     assert "error: vandal at T=3: changes its inputs: x, w" in err
-    found = {r.solution: r for r in rows.read_results([path]).itertuples()}
-    assert found["right"].cosine > 0.9999
-    assert {n: r.status for n, r in found.items()} == {
+    results = {r.solution: r for r in rows.read_results([path]).itertuples()}
+    assert results["right"].cosine > 0.9999
+    assert {n: r.status for n, r in results.items()} == {
         "right": "PASSED",
         "vandal": "CHANGED_INPUTS",
     }
@@ -311,24 +311,26 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("run", "foreign"), [("a", False), ("b", True), ("ab", True)])
 def test_code_of_the_data_set_counts_beside_ours_too(run: str, foreign: bool) -> None:
-    of = {name: small.solution(name, f"def run(x, w, factor, output): {name}") for name in "ab"}
-    what = Plan(None, [of[name] for name in run], [], set(), "", {}, [of["a"]])
+    solutions = {
+        name: small.solution(name, f"def run(x, w, factor, output): {name}") for name in "ab"
+    }
+    what = Plan(None, [solutions[name] for name in run], [], set(), "", {}, [solutions["a"]])
     assert what.foreign == foreign
 
 
 def test_a_run_is_of_the_definition_that_it_names(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"definition": find("glm5").name}))
-    for given, wanted in ([], "glm5"), (["--definition", "qwen3_30b"], "qwen3_30b"):
-        monkeypatch.setattr(sys, "argv", ["measure.py", "bits", "--run", str(tmp_path), *given])
+    for options, wanted in ([], "glm5"), (["--definition", "qwen3_30b"], "qwen3_30b"):
+        monkeypatch.setattr(sys, "argv", ["measure.py", "bits", "--run", str(tmp_path), *options])
         layer = measure.parse_arguments().definition
         assert layer.short == wanted
 
 
 def test_a_run_without_outputs_or_traces_has_nothing_to_measure(program, tmp_path: Path) -> None:
     path = traces_of(tmp_path, ("right", program.hashes["right"]))
-    made = json.loads(path.read_text())
-    made["evaluation"] |= {"status": "TIMEOUT", "performance": None, "correctness": None}
-    write(path, [made])
+    line = json.loads(path.read_text())
+    line["evaluation"] |= {"status": "TIMEOUT", "performance": None, "correctness": None}
+    write(path, [line])
     assert program("--run", str(tmp_path)) == EXIT_OK
     assert rows.read(tmp_path).rows == []
     with pytest.raises(UsageError, match="has no traces.jsonl"):
@@ -353,16 +355,16 @@ def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(cases, "this_machine", lambda use_gpu: asked.append(use_gpu))
     monkeypatch.setattr(cases, "split_available", lambda may, *_: (list(may), {}))
-    found = cases.choose(ROOT, True)
+    plan = cases.choose(ROOT, True)
     cases.choose(ROOT, False)
     assert asked == [True, False]
-    assert "theirs" not in {s.name for s in found.solutions}, "not asked for"
+    assert "theirs" not in {s.name for s in plan.solutions}, "not asked for"
 
 
 @pytest.mark.all
 def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
-    """Our own solutions as they are packed: the peers are GPU code."""
-    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, found: None)
+    """Only our own solutions run: the peers are GPU code."""
+    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
     what = cases.choose(ROOT, False, workloads=["1"])
     names = {s.name for s in what.solutions}
     assert names == {g.name for g in sources.generations() if g.path.parent.name == "ladder"}
@@ -406,8 +408,8 @@ def inputs_of(tokens: int = TOKENS, zeros: slice = slice(0)) -> list[Any]:
 
 def looked_at(content: str, **options: Any) -> dict[str, Any]:
     into = rows.Writer("bits", "GPU A", "m")
-    of = [small.solution("x", content)]
-    layers.measure_bits(into, {}, small.definition(), of, inputs_of(**options), "cpu")
+    solutions = [small.solution("x", content)]
+    layers.measure_bits(into, {}, small.definition(), solutions, inputs_of(**options), "cpu")
     told = ("compared", "differ", "largest")
     return {row["part"]: {name: row[name] for name in told} for row in into.rows}
 
@@ -417,10 +419,10 @@ def failing(content: str) -> list[str]:
 
 
 def test_a_token_of_its_own_bits_passes_every_check(as_many_as_on_a_gpu) -> None:
-    found = looked_at(OWN)
-    assert list(found) == EVERY
-    assert all(check["differ"] == check["largest"] == 0 for check in found.values())
-    compared = {name: check["compared"] for name, check in found.items()}
+    checks = looked_at(OWN)
+    assert list(checks) == EVERY
+    assert all(check["differ"] == check["largest"] == 0 for check in checks.values())
+    compared = {name: check["compared"] for name, check in checks.items()}
     assert compared == dict.fromkeys(EVERY, TOKENS) | {"doubled": 2 * TOKENS}
 
 
@@ -441,8 +443,8 @@ def test_what_is_noticed(as_many_as_on_a_gpu, content: str, fails: list[str]) ->
 
 
 def test_how_many_and_how_far(as_many_as_on_a_gpu) -> None:
-    found = looked_at(FEW)
-    assert found["80 at a time"] == {"compared": TOKENS, "differ": 20, "largest": 1.0}
+    checks = looked_at(FEW)
+    assert checks["80 at a time"] == {"compared": TOKENS, "differ": 20, "largest": 1.0}
     nan = torch.full((2, 3), torch.nan)
     assert layers.compare(nan, nan.clone())["differ"] == 0
     assert layers.compare(nan, torch.ones(2, 3))["largest"] == float("inf")
@@ -468,20 +470,20 @@ def test_a_few_tokens_have_no_larger_batches() -> None:
 
 
 def test_tokens_are_taken_along_their_own_axis() -> None:
-    """Float8, for which torch has no index, and scales whose tokens are columns."""
+    """Take rows of float8, which torch cannot index, and columns of scales."""
     spec = {"shape": ["seq_len", "width"], "dtype": "float8_e4m3fn"}
-    given = small.definition().model_dump(mode="json")
-    given["inputs"] = {
+    fields = small.definition().model_dump(mode="json")
+    fields["inputs"] = {
         "x": spec,
         "scale": {"shape": ["width", "seq_len"], "dtype": "float32"},
         "w": {"shape": ["width", "width"], "dtype": "bfloat16"},
         "factor": {"shape": None, "dtype": "float32"},
     }
-    given["reference"] = "def run(x, scale, w, factor): return x"
+    fields["reference"] = "def run(x, scale, w, factor): return x"
     x = torch.randn(5, small.WIDTH).to(torch.float8_e4m3fn)
     scale, w = torch.randn(small.WIDTH, 5), torch.ones(small.WIDTH, small.WIDTH)
     index = torch.tensor([4, 0, 4])
-    definition = Definition.model_validate(given)
+    definition = Definition.model_validate(fields)
     part = layers.part(definition, [x, scale, w, 2.0], index)
     assert torch.equal(part[0].float(), x.float()[index])
     assert torch.equal(part[1], scale[:, index]) and part[1].is_contiguous()
@@ -541,22 +543,22 @@ def bits_program(monkeypatch):
 
 
 def traces_of_all(hashes: dict[str, str], hardware: str = "GPU A") -> list[dict]:
-    made = [
+    traces = [
         trace(name, 901, 1.0, hardware=hardware, libs={"solution_hash": source})
         for name, source in hashes.items()
     ]
-    for one in made:
+    for one in traces:
         one["workload"]["uuid"] = "uuid-901-1"
-    return made
+    return traces
 
 
 @pytest.mark.all
 def test_a_run_gets_the_file_and_its_ranking_the_column(bits_program, tmp_path: Path) -> None:
     ranked(tmp_path, traces_of_all({n: bits_program.hashes[n] for n in ("own", "few")}))
     assert bits_program("--run", str(tmp_path), "--workloads", "901") == EXIT_OK
-    found = rows.read(tmp_path)
-    assert {row["tokens"] for row in found.rows} == {901}
-    assert found.hashes("bits") == {n: bits_program.hashes[n] for n in ("own", "few")}
+    recorded = rows.read(tmp_path)
+    assert {row["tokens"] for row in recorded.rows} == {901}
+    assert recorded.hashes("bits") == {n: bits_program.hashes[n] for n in ("own", "few")}
 
     # Another source of `few` was measured than was looked at, and `absent` was not looked at.
     hashes = {"own": bits_program.hashes["own"], "few": "f" * 40, "absent": "a" * 40}
@@ -593,9 +595,9 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(bits_program, tmp_path: 
 def test_what_fails_is_said_and_has_no_checks(bits_program, tmp_path: Path, capsys) -> None:
     path = tmp_path / "figures.jsonl"
     assert bits_program("--out", str(path)) == EXIT_FAILED
-    found = rows.read(path).rows
-    assert {row["tokens"] for row in found} == {14}, "the largest that the CPU takes unasked"
-    errors = {row["subject"]: row["error"] for row in found if "error" in row}
+    lines = rows.read(path).rows
+    assert {row["tokens"] for row in lines} == {14}, "the largest that the CPU takes unasked"
+    errors = {row["subject"]: row["error"] for row in lines if "error" in row}
     assert errors["fails"] == "KeyError: 'a\\nb'" and "changes its inputs: w" in errors["vandal"]
     out, err = capsys.readouterr()
     assert "error: fails at T=14: KeyError" in err and "error: vandal at T=14: " in err
@@ -646,7 +648,7 @@ def test_a_measured_reading_takes_the_place_of_bytes_over_bandwidth() -> None:
 
 
 def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
-    """Either tensor once a replay."""
+    """Every replay reads each of the two weight tensors once."""
     import torch
 
     from scripts.measuring import gemm
@@ -674,12 +676,12 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         return {name: {"ms": spans[name]} for name in calls}
 
     monkeypatch.setattr(layers, "device_times", timed)
-    found = [
+    histograms = [
         Histogram("a", 1, (0, 1, 2)),
         Histogram("b", 2, (1, 0, 0)),
         Histogram("none", 3, (0, 0, 0)),
     ]
-    read = layers.measure_reading(found, 3, layer)
+    read = layers.measure_reading(histograms, 3, layer)
     assert read == pytest.approx({"a": 0.040, "b": 0.100, "none": 0.0})
     assert asked == [
         ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),
@@ -688,14 +690,14 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     failed = {"a 0": {"error": "no memory"}}
     monkeypatch.setattr(layers, "device_times", lambda *_: failed)
     with pytest.raises(RuntimeError, match="a 0: no memory"):
-        layers.measure_reading(found, 3, layer)
+        layers.measure_reading(histograms, 3, layer)
 
 
 def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys) -> None:
-    """The recorded rooflines are those of the workloads as they are."""
+    """The recorded roofline rows have the counts of the present workloads."""
 
-    def reading(found, repeats, layer):
-        return {h.uuid: 1e-4 * h.tokens for h in found}
+    def reading(histograms, repeats, layer):
+        return {h.uuid: 1e-4 * h.tokens for h in histograms}
 
     monkeypatch.setattr(layers, "measure_reading", reading)
     monkeypatch.setattr(clock, "measure_rates", lambda: RATES)
@@ -703,15 +705,15 @@ def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("flashinfer_bench.utils.hardware_from_device", lambda device: "a GPU")
     monkeypatch.setattr(sys, "argv", ["measure.py", "roofline", "--run", str(tmp_path)])
     assert measure.main() == 0
-    made = rows.read(tmp_path)
-    counted = {row["tokens"]: row for row in made.rows}
+    written = rows.read(tmp_path)
+    counted = {row["tokens"]: row for row in written.rows}
     assert len(counted) == 19 and counted[7]["value"] == pytest.approx(7e-4)
     assert [counted[1][key] for key in ("hit", "active", "pairs")] == [1, 3, 3]
     assert [counted[7][key] for key in ("hit", "active", "pairs", "max")] == [2, 7, 7, 1]
-    assert all(row["max"] <= row["pairs"] and row["hit"] <= row["tokens"] for row in made.rows)
+    assert all(row["max"] <= row["pairs"] and row["hit"] <= row["tokens"] for row in written.rows)
     recorded = rows.read(RECORD)
     told = ("uuid", "tokens", "hit", "active", "pairs", "max", "definition")
-    assert [[row[key] for key in told] for row in made.rows] == [
+    assert [[row[key] for key in told] for row in written.rows] == [
         [row[key] for key in told] for row in recorded.rows_of("roofline")
     ]
     printed = capsys.readouterr().out
@@ -726,7 +728,7 @@ def test_workloads_are_counted_from_their_routing(tmp_path, monkeypatch, capsys)
 
 
 def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> None:
-    """Medians of ten, after two that do not count."""
+    """Rates are medians of ten calls, after two calls of warm-up."""
     names = ("copy", "read", "multiply")
     kernels = {name: Kernel(cuda, name) for name in names}
     tensor = types.SimpleNamespace(copy_=kernels["copy"])
@@ -736,12 +738,12 @@ def test_rates_are_of_all_that_is_moved_and_multiplied(cuda, monkeypatch) -> Non
     monkeypatch.setattr(torch, "sum", kernels["read"])
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **kind: kernels["multiply"]())
     seconds = {}
-    found = clock.measure_rates.__wrapped__()
+    rates = clock.measure_rates.__wrapped__()
     for name, kernel in kernels.items():
         assert len(kernel.took) == 12
         seconds[name] = 1e-3 * statistics.median(kernel.took[-10:])
     size = 4 * 2**30
-    assert found == pytest.approx(
+    assert rates == pytest.approx(
         {
             "copy_bytes_per_s": 2 * size / seconds["copy"],
             "read_bytes_per_s": size / seconds["read"],

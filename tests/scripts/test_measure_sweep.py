@@ -62,9 +62,9 @@ def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
 
 def test_what_a_definition_has_no_input_for_is_left_out() -> None:
     problems = cases.Problems(ROOT, "cpu", 1, find("qwen3_next"))
-    given = problems.by_name(list(problems.inputs.definition.inputs))
-    assert (given.routing_bias, given.local_expert_offset) == (None, 0)
-    assert given.routed_scaling_factor == 1.0 and given.routing_logits == "routing_logits"
+    moe_inputs = problems.by_name(list(problems.inputs.definition.inputs))
+    assert (moe_inputs.routing_bias, moe_inputs.local_expert_offset) == (None, 0)
+    assert moe_inputs.routed_scaling_factor == 1.0 and moe_inputs.routing_logits == "routing_logits"
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def sweep_of(monkeypatch):
 
 
 def test_two_small_layers_are_measured_one_after_the_other(sweep_of, monkeypatch) -> None:
-    """The layer that no definition has too, by its true routing, reference and call of given
+    """The second layer is in no data set: it has its own routing, reference and call of given
     experts."""
 
-    def reading(found, repeats, layer):
+    def reading(histograms, repeats, layer):
         assert layer.gemms == ((256, 256), (256, 128))
-        return {found[0].uuid: 0.04}
+        return {histograms[0].uuid: 0.04}
 
     sizes = {"hidden_size": 256, "intermediate_size": 128}
     few, shared = replace(DSV3_TP8, **sizes, num_local_experts=64), replace(SHARED, **sizes)
@@ -106,26 +106,26 @@ def test_two_small_layers_are_measured_one_after_the_other(sweep_of, monkeypatch
     problems.inputs = SimpleNamespace(definition=definition)
 
     def given_experts(drawn):
-        given = drawn._replace(routing_logits=-drawn.routing_logits)
-        return given, {"experts": (lambda: subjects.given_experts(few, given), {})}
+        negated = drawn._replace(routing_logits=-drawn.routing_logits)
+        return negated, {"experts": (lambda: subjects.given_experts(few, negated), {})}
 
     def nothing(drawn):
         return drawn, {"x": (lambda: clock.Timed(torch.zero_, [torch.empty_like(drawn[2])]), {})}
 
     chosen = subjects.Chosen(Definition(**build_definition(shared)), {}, {}, {})
     of_shared = functools.partial(subjects.of_solutions, shared, chosen)
-    found = [
+    rows_of_layers = [
         sweep_of(few, problems, given_experts),
         sweep_of(shared, cases.problems_of(shared, ROOT, "cpu", 1), of_shared),
     ]
     assert "calc_diff 1.0e+00" in sweep_of(few, problems, nothing)[0]["error"]
-    for layer, (checked, timed) in zip((few, shared), found, strict=True):
+    for layer, (checked, timed) in zip((few, shared), rows_of_layers, strict=True):
         assert checked["definition"] == layer.short and 0 < checked["calc_diff"] < 1e-3
         assert checked["subject"] == timed["subject"] == "experts"
         assert (timed["value"], timed["clock"], timed["roofline"]) == (1.0, "device", 0.04)
         assert 0 < timed["active"] <= timed["pairs"]
-    assert found[0][0]["routing"] == "drawn" and found[1][0]["peer"] is False
-    assert found[1][0]["pairs"] == 8 * 9 and found[1][0]["max"] >= 8
+    assert rows_of_layers[0][0]["routing"] == "drawn" and rows_of_layers[1][0]["peer"] is False
+    assert rows_of_layers[1][0]["pairs"] == 8 * 9 and rows_of_layers[1][0]["max"] >= 8
 
 
 def test_the_shared_expert_is_every_tokens_with_a_weight_of_one(monkeypatch) -> None:
@@ -156,7 +156,9 @@ def test_the_quantiser_is_that_of_the_layer() -> None:
 @pytest.mark.parametrize("shape", [DEEPSEEK_V3, OTHER], ids=["deepseek_v3", "another"])
 def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     def engine(weights, places):
-        return lambda ids, given, x: experts(ids, given, x, *weights, expert_map=places)
+        return lambda ids, topk_weights, x: experts(
+            ids, topk_weights, x, *weights, expert_map=places
+        )
 
     def absent(weights, places):
         raise ModuleNotFoundError("No module named 'absent'")
@@ -168,7 +170,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         fused_moe(logits, bias, x, scale, *weights, **options, out=out)
 
     def prepared(inputs):
-        return lambda given, out: solution(*given, out)
+        return lambda arguments, out: solution(*arguments, out)
 
     for name in ("ENGINES", "CHANNEL_ENGINES"):
         monkeypatch.setattr(subjects, name, {"an engine": engine, "absent": absent})
@@ -177,7 +179,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     monkeypatch.setattr(
         subjects,
         "BuilderRegistry",
-        SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda of, s: s)),
+        SimpleNamespace(get_instance=lambda: SimpleNamespace(build=lambda definition, s: s)),
     )
     chosen = subjects.Chosen(None, {"a peer": solution, FUSED: None}, recorded, {})
     v1 = {f"{PREFIX}v1": None}
@@ -186,13 +188,13 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         subjects.Engines(DEFAULT, other)
     engines = subjects.Engines(DEFAULT, chosen)
     engines.shape = shape
-    given, made = engines(inputs(6, experts=shape.num_experts))
+    layer_inputs, calls = engines(inputs(6, experts=shape.num_experts))
     wanted = torch.empty(6, 256, dtype=torch.bfloat16)
-    reference.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
-    fields = {name: fields for name, (_, fields) in made.items()}
+    reference.fused(layer_inputs, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
+    fields = {name: fields for name, (_, fields) in calls.items()}
     lines = ["a peer + quantiser", "a peer prepared + quantiser"]
-    assert len(made) == 9
-    assert [name for name in made if fields[name]["peer"]] == [*lines, "an engine"]
+    assert len(calls) == 9
+    assert [name for name in calls if fields[name]["peer"]] == [*lines, "an engine"]
     assert {fields[line]["hash"] for line in lines} == {"1"}
     assert fields["experts bf16"]["hash"] == "2"
     assert chosen.skipped == {"absent": "ModuleNotFoundError: No module named 'absent'"}
@@ -203,20 +205,20 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         return experts(*arguments, gate_first=gate_first, x_scale=x_scale, **options)
 
     monkeypatch.setattr(subjects, "experts", noted)
-    for name, (make, _) in made.items():
+    for name, (make, _) in calls.items():
         call = make()
         assert isinstance(call, clock.Returning) == (name == "an engine")
         call.output.fill_(float("nan"))
         call()
         assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
-    names = [name for name in made if name.startswith("experts")]
+    names = [name for name in calls if name.startswith("experts")]
     assert orders == [(n != "experts fp8 up first", "token-major" not in n) for n in names]
     # Weights with a scale for each channel, and the same in blocks.
     called = subjects.Channels(DEFAULT, chosen._replace(solutions={FUSED: None}))
     called.shape = shape
-    given, made = called(inputs(6, experts=shape.num_experts))
-    reference.fused(given, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
-    assert [*made] == ["experts per channel", "experts in blocks", "experts per channel, accurate",
+    layer_inputs, calls = called(inputs(6, experts=shape.num_experts))
+    reference.fused(layer_inputs, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
+    assert [*calls] == ["experts per channel", "experts in blocks", "experts per channel, accurate",
                        "an engine per channel"]  # fmt: skip
     scales: list[tuple[int, ...]] = []
 
@@ -225,7 +227,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         return experts(ids, weights, x, w13, w13_scale, *arguments, **options)
 
     monkeypatch.setattr(subjects, "experts", of_scales)
-    for name, (make, fields) in made.items():
+    for name, (make, fields) in calls.items():
         call = make()
         call()
         assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
@@ -305,12 +307,12 @@ SAID = {
 
 @pytest.mark.parametrize("arguments", SAID)
 def test_the_tables_of_one_layer_and_of_several_have(arguments: str, sweep) -> None:
-    done, found, _ = sweep("--markdown", *arguments.split())
+    done, recorded, _ = sweep("--markdown", *arguments.split())
     text = " ".join(done.stdout.split())
     assert done.returncode == EXIT_OK and all(line in text for line in SAID[arguments])
     assert ("| layer | call | T | error |" in text) == bool(arguments), "where there are several"
     if arguments:
-        summary = tables.models_summary(found, "models").frame.iloc[0].tolist()
+        summary = tables.models_summary(recorded, "models").frame.iloc[0].tolist()
         assert summary == ["glm5", "50.0 (80%, 80%, 0.90x)", "60.0 (67%, 67%, -)"], "of ours"
 
 
@@ -331,7 +333,7 @@ ROWS = [  # options, measurement, solutions that have rows, wanted ones, and wha
 
 @pytest.mark.parametrize(("options", "name", "solutions", "wanted", "not_tried"), ROWS)
 def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, monkeypatch) -> None:
-    """Ours need no peer as engines call them; the layer that is in no data set has those of TP8."""
+    """`--as channels` needs no peer. The layer in no data set uses the solutions of TP8."""
 
     def engines(layer, chosen):
         chosen.skipped["vllm fused_experts"] = "no"
@@ -339,13 +341,13 @@ def test_the_rows_are_of(options, name, solutions, wanted, not_tried, sweep, mon
 
     monkeypatch.setattr(subjects, "Engines", engines)
     monkeypatch.setattr(subjects, "Channels", engines)
-    done, found, seen = sweep(*options.split())
-    assert done.returncode == EXIT_OK and list(found.measurements) == [name]
-    assert len({str(row) for row in found.rows}) == len(found.rows), "each T once"
-    assert found.measurements[name]["rates"] == RATES
+    done, recorded, seen = sweep(*options.split())
+    assert done.returncode == EXIT_OK and list(recorded.measurements) == [name]
+    assert len({str(row) for row in recorded.rows}) == len(recorded.rows), "each T once"
+    assert recorded.measurements[name]["rates"] == RATES
     hashes = {s: f"hash of {OURS if s.startswith(OURS) else PEER}" for s in solutions}
-    assert found.hashes(name) == hashes
-    assert {r["subject"]: r["not_tried"] for r in found.rows if "not_tried" in r} == not_tried
+    assert recorded.hashes(name) == hashes
+    assert {r["subject"]: r["not_tried"] for r in recorded.rows if "not_tried" in r} == not_tried
     assert wanted is None or seen["solutions"] == wanted
     if wanted is None:
         assert f"{PEER}_dsv3_tp8" in seen["solutions"] and len(seen["solutions"]) == 6
@@ -385,7 +387,9 @@ def test_rows_before_the_end_are_kept(sweep, monkeypatch) -> None:
         real(into, case, *rest)
 
     monkeypatch.setattr(layers, "measure_calls", until_the_first)
-    done, found, _ = sweep()
-    assert done.returncode == EXIT_INTERRUPTED and {row["tokens"] for row in found.rows} == {1}
+    done, recorded, _ = sweep()
+    assert done.returncode == EXIT_INTERRUPTED and {row["tokens"] for row in recorded.rows} == {1}
     tail = re.search(r"^interrupted\n(\d+) rows added to .*\n\Z", done.stderr, re.MULTILINE)
-    assert tail and int(tail[1]) == len(found.rows), "and nothing is said to be kept without --out"
+    assert tail and int(tail[1]) == len(recorded.rows), (
+        "and nothing is said to be kept without --out"
+    )

@@ -35,22 +35,22 @@ def test_what_ships_loses_to_the_best_or_did_not_run() -> None:
 @pytest.mark.parametrize("architecture", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
 def test_by_default_every_pair_that_is_picked_is_tried(architecture, monkeypatch) -> None:
     monkeypatch.setattr(clock, "architecture", lambda: architecture)
-    chosen = [{tune.picked(t, DEEPSEEK_V3, 1) for t in of} for of in (TUNED_TOKENS, TOKENS)]
+    chosen = [{tune.picked(t, DEEPSEEK_V3, 1) for t in counts} for counts in (TUNED_TOKENS, TOKENS)]
     assert chosen[0] == chosen[1]
     # So is every config of the two ladders, in a pair beside one of these.
     ladders = ladder("gemm1"), ladder("gemm2", terms=1)
     tried = {pair for shipped in chosen[0] for pair in tune.pairs(shipped, ladders)}
-    assert [set(of) for of in zip(*tried, strict=True)] == list(map(set, ladders))
+    assert [set(configs) for configs in zip(*tried, strict=True)] == list(map(set, ladders))
 
 
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 80, 640, 901, 14107])
 def test_the_shipped_pair_is_made_as_it_ships(tokens, terms) -> None:
     pair = tune.picked(tokens, DEEPSEEK_V3, terms)
-    made = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
-    assert made == HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
-    found = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)))
-    assert found[0] == pair and len(set(found)) == len(found)
+    config = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
+    assert config == HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
+    pairs = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)))
+    assert pairs[0] == pair and len(set(pairs)) == len(pairs)
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -77,12 +77,12 @@ def test_pairs_are_those_beside() -> None:
 @pytest.mark.parametrize("terms", [1, 2])
 def test_with_few_rows_other_depths_are_tried(terms) -> None:
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
-    found = tune.candidates(tune.picked(4, DEEPSEEK_V3, terms), ladders)
-    assert next(iter(found.values()))(4, DEEPSEEK_V3, terms) == HOPPER.choose_layer(
+    trials = tune.candidates(tune.picked(4, DEEPSEEK_V3, terms), ladders)
+    assert next(iter(trials.values()))(4, DEEPSEEK_V3, terms) == HOPPER.choose_layer(
         4, DEEPSEEK_V3, terms
     )
-    first, second = found["shipped, 4 and 6 stages"](4, DEEPSEEK_V3, terms)
-    assert (first.stages, second.stages) == (4, 6) and len([n for n in found if "stages" in n]) > 9
+    first, second = trials["shipped, 4 and 6 stages"](4, DEEPSEEK_V3, terms)
+    assert (first.stages, second.stages) == (4, 6) and len([n for n in trials if "stages" in n]) > 9
     many = tune.candidates(tune.picked(14107, DEEPSEEK_V3, terms), ladders)
     assert not any(name.startswith("shipped, ") for name in many)
 
@@ -107,10 +107,10 @@ def timed_alike(calls, repeats: int) -> dict:
 def test_the_pairs_are_those_of_the_terms(terms: int, measure, monkeypatch) -> None:
     monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", timed_alike)
-    done, found = measure("tune_layer", "--tokens", "901", *["--accurate"] * (terms - 1))
+    done, recorded = measure("tune_layer", "--tokens", "901", *["--accurate"] * (terms - 1))
     ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
     wanted = tune.candidates(tune.picked(901, DEEPSEEK_V3, terms), ladders)
-    assert done.returncode == 0 and {row["subject"] for row in found.rows} == set(wanted)
+    assert done.returncode == 0 and {row["subject"] for row in recorded.rows} == set(wanted)
 
 
 def test_what_ships_and_did_not_run_fails(measure, monkeypatch) -> None:
@@ -129,7 +129,7 @@ def test_what_ships_and_did_not_run_fails(measure, monkeypatch) -> None:
 def test_a_layer_that_loses_or_computes_something_else_fails(
     gain, status, wrong, measure, monkeypatch
 ) -> None:
-    """The second of the pairs is the faster one; the third may write something else."""
+    """The second pair is the faster one; the third writes another output if `wrong`."""
 
     def device_times(calls, repeats):
         for i, call in enumerate(calls.values()):
@@ -141,16 +141,16 @@ def test_a_layer_that_loses_or_computes_something_else_fails(
     monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", device_times)
     definition = ["--definition", "dsv3_tp8"] if wrong else []
-    done, found = measure("tune_layer", "--tokens", "3", "901", *definition)
+    done, recorded = measure("tune_layer", "--tokens", "3", "901", *definition)
     assert done.returncode == (1 if wrong else status) and "\n901 " in done.stdout
     assert ("at T=901: loses 5.0 %" in done.stderr) == (status == 1)
-    made = found.rows_of("tune_layer")
-    assert {(row["tokens"], row["terms"]) for row in made} == {(3, 1), (901, 1)}
-    first, second = [row for row in made if row["tokens"] == 3][:2]
+    rows = recorded.rows_of("tune_layer")
+    assert {(row["tokens"], row["terms"]) for row in rows} == {(3, 1), (901, 1)}
+    first, second = [row for row in rows if row["tokens"] == 3][:2]
     assert first["value"] / second["value"] == pytest.approx(gain) and second["unit"] == "us"
     assert (second["p10"], second["p90"]) == pytest.approx((10.0, 500.0))
-    errors = [row.get("error") for row in made if row["tokens"] == 3]
+    errors = [row.get("error") for row in rows if row["tokens"] == 3]
     assert errors.count("not the output of the shipped pair") == wrong
-    tried = [row for row in made if "best" not in row]
+    tried = [row for row in rows if "best" not in row]
     assert all(row.get("clock") == (None if "error" in row else "device") for row in tried)
     assert measure("tune_layer", "--tokens", "901", "--max-loss", "6")[0].returncode == int(wrong)

@@ -38,8 +38,8 @@ GIVEN = {  # experts of a token
     "256/32/4096/2048": 6,  # DeepSeek-V4-Flash
 }
 SHAPES = {
-    **{said: MoeShape(*map(int, said.split("/")), *of) for said, of in ROUTED.items()},
-    **{said: MoeShape(*map(int, said.split("/")), 1, 1, k, "given") for said, k in GIVEN.items()},
+    **{dims: MoeShape(*map(int, dims.split("/")), *routing) for dims, routing in ROUTED.items()},
+    **{dims: MoeShape(*map(int, dims.split("/")), 1, 1, k, "given") for dims, k in GIVEN.items()},
 }
 SIZES = r"\d+/\d+/\d+/\d+"
 
@@ -67,5 +67,5 @@ def test_the_definitions_have_the_sizes_that_stand_before_them() -> None:
     assert len(named) == 8
     for sizes, name in named:
         d = find_layer(name)
-        found = d.num_experts, d.num_local_experts, d.hidden_size, d.intermediate_size
-        assert "/".join(map(str, found)) == sizes
+        shape = d.num_experts, d.num_local_experts, d.hidden_size, d.intermediate_size
+        assert "/".join(map(str, shape)) == sizes

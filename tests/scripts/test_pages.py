@@ -51,8 +51,8 @@ def exists(path: str) -> bool:
 
 
 def paths(page: Path) -> list[str]:
-    found = [s for s in spans(page) if re.fullmatch(r"[\w.-]*[\w/-]+(\.(py|md|json|html)|/)", s)]
-    return [p for p in found if not p.startswith(MADE) and p not in ELSEWHERE]
+    names = [s for s in spans(page) if re.fullmatch(r"[\w.-]*[\w/-]+(\.(py|md|json|html)|/)", s)]
+    return [p for p in names if not p.startswith(MADE) and p not in ELSEWHERE]
 
 
 def links(page: Path) -> list[str]:
@@ -66,10 +66,10 @@ def names_of_tests(page: Path) -> list[str]:
 
 
 def starts(page: Path) -> list[tuple[str, list[str]]]:
-    """The programs that are started, each with its options."""
-    found = re.findall(r"run\.py ([a-z_]+)([^`\n]*)", page.read_text("utf-8"))
+    """Return the programs that a page starts, each with its options."""
+    calls = re.findall(r"run\.py ([a-z_]+)([^`\n]*)", page.read_text("utf-8"))
     options = re.compile(r"(?<=\s)--([a-z0-9-]+)")
-    return [(n, options.findall(given)) for n, given in found if n not in ("test", "setup")]
+    return [(n, options.findall(text)) for n, text in calls if n not in ("test", "setup")]
 
 
 def commits(page: Path) -> list[str]:
@@ -78,7 +78,7 @@ def commits(page: Path) -> list[str]:
 
 
 def options(page: Path) -> list[str]:
-    return [option for _, given in starts(page) for option in given]
+    return [option for _, option_names in starts(page) for option in option_names]
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_names_of_tests(page: Path) -> None:
 def test_programs_and_their_options(page: Path) -> None:
     programs = run.programs()
     shared = (ROOT / "scripts" / "common" / "options.py").read_text("utf-8")
-    for name, given in starts(page):
+    for name, option_names in starts(page):
         assert name in programs, name
         own = programs[name].read_text("utf-8")
-        for option in given:
+        for option in option_names:
             assert f'"--{option}"' in own + shared, (name, option)
 
 

@@ -108,7 +108,7 @@ def test_ctrl_c_and_sigterm_raise_in_main_alone(number, status: int, monkeypatch
         program.interrupt(number, sys._getframe())
         return 0
 
-    def kept() -> int:
+    def saving() -> int:
         """Act like a program that keeps its measurements."""
         with contextlib.suppress(KeyboardInterrupt):
             interrupted()
@@ -121,7 +121,7 @@ def test_ctrl_c_and_sigterm_raise_in_main_alone(number, status: int, monkeypatch
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(RuntimeError, match=f"left with {status}"):
         interrupted()
-    for main in (interrupted, kept):
+    for main in (interrupted, saving):
         with pytest.raises(SystemExit, match=str(status)):
             program.run_main(main)
     assert capfd.readouterr().err == 2 * "interrupted\n"

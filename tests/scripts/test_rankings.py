@@ -49,7 +49,7 @@ def cells(text: str, title: str) -> list[list[str]]:
     return [re.split(r"  +", line.strip()) for line in lines[2:]]
 
 
-def of(solution: str, ms: dict[int, float | None], **options: Any) -> list[dict]:
+def traces_of(solution: str, ms: dict[int, float | None], **options: Any) -> list[dict]:
     failed = {"status": "TIMEOUT"}
     return [trace(solution, n, t, **options if t else {**failed, **options}) for n, t in ms.items()]
 
@@ -76,22 +76,26 @@ CLOCKED = [
     clocked("peer", 80, 2.0, 1.6),
 ]
 RUNS = [
-    *of("ours", {7: 1.0, 80: 1.0}, libs={"run": "1"}),
-    *of("peer", {7: 2.0}, libs={"run": "1"}),
-    *of("late", {7: 1.0, 80: 1.0}, reference=20.0, libs={"run": "2"}),
-    *of("peer", {80: 4.0}, reference=20.0, libs={"run": "2"}),
-    *of("peer_b", {7: 16.0}, reference=20.0, libs={"run": "2"}),
+    *traces_of("ours", {7: 1.0, 80: 1.0}, libs={"run": "1"}),
+    *traces_of("peer", {7: 2.0}, libs={"run": "1"}),
+    *traces_of("late", {7: 1.0, 80: 1.0}, reference=20.0, libs={"run": "2"}),
+    *traces_of("peer", {80: 4.0}, reference=20.0, libs={"run": "2"}),
+    *traces_of("peer_b", {7: 16.0}, reference=20.0, libs={"run": "2"}),
 ]
 SOURCES = [
-    *of("x", {7: 1.0, 80: 1.0}, libs={"solution_hash": "a" * 40}, timestamp="2026-01-01"),
-    *of("x", {901: 1.0}, timestamp="2026-01-02"),
-    *of("x", {7: 2.0}, libs={"solution_hash": "b" * 40}, timestamp="2026-01-04"),
-    *of("x", {7: 5.0}, libs={"solution_hash": "b" * 40}, timestamp="2026-01-03"),
-    *of("y", {80: 1.0}),
+    *traces_of("x", {7: 1.0, 80: 1.0}, libs={"solution_hash": "a" * 40}, timestamp="2026-01-01"),
+    *traces_of("x", {901: 1.0}, timestamp="2026-01-02"),
+    *traces_of("x", {7: 2.0}, libs={"solution_hash": "b" * 40}, timestamp="2026-01-04"),
+    *traces_of("x", {7: 5.0}, libs={"solution_hash": "b" * 40}, timestamp="2026-01-03"),
+    *traces_of("y", {80: 1.0}),
 ]
 FIGURES = {
     "each solution's speed-ups, times and wins": (
-        [*of("slow", {901: 5.0, 7: 2.0, 80: 5.0}), *of("fast", {901: 2.5, 7: 1.0, 80: 10.0})], [], {
+        [
+            *traces_of("slow", {901: 5.0, 7: 2.0, 80: 5.0}),
+            *traces_of("fast", {901: 2.5, 7: 1.0, 80: 10.0}),
+        ],
+        [], {
             "fast": {
                 "mean": (10 + 1 + 4) / 3, "geomean": 40 ** (1 / 3), "median": 4.0, "min": 1.0,
                 "max": 10.0, "harness_wins": 2, "harness_mean_ms": 13.5 / 3,
@@ -101,15 +105,18 @@ FIGURES = {
         },
     ),
     "against: geometric mean of ratios, where both passed": (
-        [*of("a", {7: 1.0, 80: 1.0, 901: 1.0}), *of("b", {7: 2.0, 80: 8.0, 901: None})],
+        [
+            *traces_of("a", {7: 1.0, 80: 1.0, 901: 1.0}),
+            *traces_of("b", {7: 2.0, 80: 8.0, 901: None}),
+        ],
         ["--against", "b"],
         {"a": {"harness_against": math.sqrt(2 * 8)}, "b": {"harness_against": 1.0, "missing": 0}},
     ),
     "ratio to each workload's best peer": (
         [
-            *of("ours", {7: 1.0, 80: 4.0, 901: 1.0}),
-            *of("peer_a", {7: 2.0, 80: 8.0, 901: None}),
-            *of("peer_b", {7: 4.0, 80: 2.0}),
+            *traces_of("ours", {7: 1.0, 80: 4.0, 901: 1.0}),
+            *traces_of("peer_a", {7: 2.0, 80: 8.0, 901: None}),
+            *traces_of("peer_b", {7: 4.0, 80: 2.0}),
         ],
         ["--peers", "peer_*"], {
             "ours": {"harness_vs_peer": 1.0},
@@ -144,7 +151,7 @@ FIGURES = {
         },
     ),
     "no time of what has failed": (
-        [clocked("x", 7, 1.0, 0.1, status="INCORRECT_NUMERICAL"), *of("y", {7: 1.0})], [],
+        [clocked("x", 7, 1.0, 0.1, status="INCORRECT_NUMERICAL"), *traces_of("y", {7: 1.0})], [],
         {"x": {"device_count": 0, "harness_count": 0, "mean": None}},
     ),
 }  # fmt: skip
@@ -155,22 +162,22 @@ def test_a_solutions_row_has(name: str, tmp_path: Path) -> None:
     traces, options, expected = FIGURES[name]
     summary = rank_of(tmp_path, traces, *options)["summary"]
     for solution, figures in expected.items():
-        found = {column: summary[solution][column] for column in figures}
-        assert found == pytest.approx(figures), solution
+        row = {column: summary[solution][column] for column in figures}
+        assert row == pytest.approx(figures), solution
 
 
 def test_the_reference_of_a_workload_is_the_median_of_its_timings(tmp_path: Path) -> None:
     references = {"a": 10.0, "b": 30.0, "c": 11.0}
     traces = [trace(name, 7, 1.0, reference=ms) for name, ms in references.items()]
-    text = text_of(tmp_path, [*traces, *of("d", {7: None})])
+    text = text_of(tmp_path, [*traces, *traces_of("d", {7: None})])
     assert cells(text, "Time in ms, * the fastest")[0][2] == "11.0000"
 
 
 def test_files_that_do_not_say_their_run_are_a_run_each(tmp_path: Path) -> None:
-    for made in (*of("ours", {7: 1.0}), *of("peer", {7: 2.0})):
-        write_traces(tmp_path / "files" / f"{made['solution']}.jsonl", [made])
-    (found,) = ranked(tmp_path / "files", "--peers", "peer")
-    assert [r["harness_vs_peer"] for r in found["results"]] == [None, 1.0]
+    for one_trace in (*traces_of("ours", {7: 1.0}), *traces_of("peer", {7: 2.0})):
+        write_traces(tmp_path / "files" / f"{one_trace['solution']}.jsonl", [one_trace])
+    (ranking,) = ranked(tmp_path / "files", "--peers", "peer")
+    assert [r["harness_vs_peer"] for r in ranking["results"]] == [None, 1.0]
 
 
 def test_our_names_begin_as_no_peers_does() -> None:
@@ -192,8 +199,8 @@ def test_solutions_and_peers_are_known_from_options_the_run_and_their_names(
 ) -> None:
     traces = [trace(name, 7, 1.0) for name in ("cutedsl_moe_fp8_v2", "b", "c")]
     run = record(tmp_path / "run", traces, peers=info)
-    (found,) = ranked(run, *options)
-    assert {row["solution"]: row["peer"] for row in found["summary"]} == peers
+    (ranking,) = ranked(run, *options)
+    assert {row["solution"]: row["peer"] for row in ranking["summary"]} == peers
     assert ("best peer" in call("report", "--text", run, *options).stdout) == (
         len(set(peers.values())) == 2
     )
@@ -212,7 +219,7 @@ REASONS = {
 
 
 def test_failures_are_listed_and_rank_behind(tmp_path: Path) -> None:
-    traces = [*of("ok", {7: 5.0, 80: 5.0}), *of("half", {7: 0.1})]
+    traces = [*traces_of("ok", {7: 5.0, 80: 5.0}), *traces_of("half", {7: 0.1})]
     for name, (status, log, _) in REASONS.items():
         length, extra = 80 if name == "half" else 7, {"matched_ratio": 0.5}
         traces.append(trace(name, length, None, status=status, log=log, extra=extra))
@@ -252,13 +259,13 @@ def test_failed_results_give_no_speed_and_win_nothing(
     tmp_path: Path, failed: dict, status: str
 ) -> None:
     """Times in the traces of failed results are ignored."""
-    traces = [*of("x", {7: 2.0}), *of("y", {7: 1.0, 80: 5.0}), failed]
-    found = rank_of(tmp_path, traces)
-    x = found["summary"]["x"]
+    traces = [*traces_of("x", {7: 2.0}), *traces_of("y", {7: 1.0, 80: 5.0}), failed]
+    ranking = rank_of(tmp_path, traces)
+    x = ranking["summary"]["x"]
     assert (x["passed"], x["failed"], x["harness_count"], x["harness_mean_ms"]) == (1, 1, 1, 2.0)
     assert [x[n] for n in ("mean", "geomean", "median", "min", "max")] == pytest.approx([5.0] * 5)
-    assert (x["harness_wins"], found["summary"]["y"]["harness_wins"]) == (0, 2)
-    assert found["results"][80, "x"]["harness"] is None
+    assert (x["harness_wins"], ranking["summary"]["y"]["harness_wins"]) == (0, 2)
+    assert ranking["results"][80, "x"]["harness"] is None
     assert [row[3] for row in cells(text_of(tmp_path, traces), "Failed")] == [status]
 
 
@@ -282,9 +289,9 @@ def test_machines_timing_methods_and_tolerances_get_a_ranking_each(tmp_path: Pat
         trace("x", 7, None, **failed),
         trace("x", 7, 4.0, timestamp="2026-02-01", libs=loose),
     ]
-    found = ranked(write_traces(tmp_path / "traces.jsonl", traces))
-    of_each = {(r["hardware"], r["timing"], r["tolerance"]): r["results"] for r in found}
-    assert {key: [r["harness"] for r in of] for key, of in of_each.items()} == {
+    all_rankings = ranked(write_traces(tmp_path / "traces.jsonl", traces))
+    by_key = {(r["hardware"], r["timing"], r["tolerance"]): r["results"] for r in all_rankings}
+    assert {key: [r["harness"] for r in results] for key, results in by_key.items()} == {
         ("GPU A", "", ""): [1.0],
         ("GPU B", "", ""): [2.0],
         ("GPU A", "CUPTI", ""): [3.0],
@@ -301,7 +308,10 @@ REMARKS = {
     "one run": (RUNS[:1], None),
     "several runs": (RUNS, "at T=7 (10.00 to 20.00 ms), T=80 (10.00 to 20.00 ms) (in brackets"),
     "several runs without a time": (
-        [*of("x", {7: None}, libs={"run": "a"}), *of("y", {7: None}, libs={"run": "b"})],
+        [
+            *traces_of("x", {7: None}, libs={"run": "a"}),
+            *traces_of("y", {7: None}, libs={"run": "b"}),
+        ],
         "several runs stand side by side at T=7 (in",
     ),
     "several sources": (
@@ -332,11 +342,11 @@ def test_skipped_solutions_are_named_with_the_reason(tmp_path: Path) -> None:
         "sglang_moe": "not installed: pip install sglang-kernel==0.4.3",
         "x": "was skipped once and has results now",
     }
-    run = record(tmp_path / "run", of("x", {7: 1.0}), skipped=reasons)
-    (found,) = ranked(run)
-    assert list(found["skipped"]) == ["flashinfer_moe", "sglang_moe"]
+    run = record(tmp_path / "run", traces_of("x", {7: 1.0}), skipped=reasons)
+    (ranking,) = ranked(run)
+    assert list(ranking["skipped"]) == ["flashinfer_moe", "sglang_moe"]
     done = call("report", "--text", run)
-    for name in found["skipped"]:
+    for name in ranking["skipped"]:
         assert f"{name}: {reasons[name]}" in done.stdout
     assert "has results now" not in done.stdout
     assert done.returncode == 0, "what cannot run is no failure"
@@ -356,18 +366,18 @@ def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
     ]
     results = rank_of(tmp_path, CLOCKED, "--peers", "peer")["results"]
     for name, ratios in {"peer": (1.0, 1.0), "ours": (0.5, 2.0)}.items():
-        of = results[7, name]
-        assert (of["harness_vs_peer"], of["device_vs_peer"]) == pytest.approx(ratios)
-        assert (of["harness_spread"], of["device_spread"]) == pytest.approx((0.2, 0.02))
+        result = results[7, name]
+        assert (result["harness_vs_peer"], result["device_vs_peer"]) == pytest.approx(ratios)
+        assert (result["harness_spread"], result["device_spread"]) == pytest.approx((0.2, 0.02))
     assert "(replay of a CUDA graph)" in text and "Ordered by the mean speed-up." in text
-    found = read(record(tmp_path / "run", CLOCKED)).main
+    ranking = read(record(tmp_path / "run", CLOCKED)).main
     stdout = call("report", "--text", tmp_path / "run", "--markdown").stdout
-    for table in tables.ranking_tables(found):
+    for table in tables.ranking_tables(ranking):
         assert table.markdown() in stdout
 
 
 FAST = clocked("x", 7, 1.0, 0.01)
-NOT_TIMED = of("none", {7: 1.0, 80: 1.0})
+NOT_TIMED = traces_of("none", {7: 1.0, 80: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -376,15 +386,15 @@ NOT_TIMED = of("none", {7: 1.0, 80: 1.0})
         ("harness", [], ["peer", "ours"]),
         ("device", [], ["ours", "peer"]),
         ("device", [FAST], ["ours", "peer", "x"]),  # of fewer workloads
-        ("device", [FAST, *of("x", {80: 1.0})], ["ours", "peer", "x"]),
+        ("device", [FAST, *traces_of("x", {80: 1.0})], ["ours", "peer", "x"]),
         ("device", NOT_TIMED, ["ours", "peer", "none"]),
-        ("device", of("x", {7: 1.0, 80: 1.0, 901: 1.0}), ["x", "ours", "peer"]),  # of more
+        ("device", traces_of("x", {7: 1.0, 80: 1.0, 901: 1.0}), ["x", "ours", "peer"]),  # of more
         ("device", [clocked("a", 7, 0.1, 0.2), clocked("a", 80, 0.1, 1.0)], ["a", "ours", "peer"]),
     ],
 )
 def test_the_order_is_by_either_clock(by: str, more: list, order: list, tmp_path: Path) -> None:
-    found = rank_of(tmp_path, [*CLOCKED, *more], "--by", by)
-    assert (found["by"], list(found["summary"])) == (by, order)
+    ranking = rank_of(tmp_path, [*CLOCKED, *more], "--by", by)
+    assert (ranking["by"], list(ranking["summary"])) == (by, order)
     text = text_of(tmp_path, [*CLOCKED, *more], "--by", by)
     assert ("Ordered by the geometric mean" in text) == (by == "device")
 
@@ -412,7 +422,7 @@ def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_pat
 
 
 def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
-    """T=7 is bound by reading, as long as was measured, T=80 by FLOPs."""
+    """T=7 is bound by the measured time of reading, T=80 by FLOPs."""
     lines = roofline()
     lines[0]["rates"] |= {"fp8_flops_per_s": 109 * pair_flops() / 1e-3}
     lines[1] |= {"value": 0.05, "pairs": 1}
@@ -447,7 +457,7 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
     again = read(record(tmp_path / "again", CLOCKED, lines, later))
     assert list(again.main.limits.roofline) == [2.0], "the latest of this GPU"
     glm5 = find_layer("glm5")
-    traces = [made | {"definition": glm5.name} for made in CLOCKED]
+    traces = [one_trace | {"definition": glm5.name} for one_trace in CLOCKED]
     of_glm5 = read(record(tmp_path, traces, lines, definition=glm5.name))
     assert of_glm5.main.limits.roofline[UUIDS[80]] == pytest.approx(
         max(0.9, pair_flops(glm5) / pair_flops())
@@ -517,10 +527,10 @@ def test_outputs_are_judged_and_no_time_is_given() -> None:
     text = pages.print_rankings([on_cpu()])
     first, _, second, *_ = text.splitlines()
     assert first.startswith("CPU (Some CPU), workloads of T=1, 7")
-    said = (
+    verdict = (
         "5 of 6 solutions passed on all 2 workloads (reference model), v1 on 1; nothing was timed"
     )
-    assert second.startswith(f"{said}; not run: flashinfer_")
+    assert second.startswith(f"{verdict}; not run: flashinfer_")
     assert " Tolerance: rtol 0.2, atol 0.1" in second
     passed = {row[0]: row[1] for row in cells(text, "Accuracy")}
     assert passed["cutedsl_moe_fp8_v2"] == "2/2" and passed["cutedsl_moe_fp8_v1"] == "1/2"
@@ -552,9 +562,9 @@ def test_of_every_gpu_the_latest_record_is_taken(tmp_path: Path, monkeypatch) ->
     for place in ("gpu-a/2026-01-02", "gpu-a/2026-01-10", "gpu-b/2025-12-31"):
         record(tmp_path / place, [trace("x", 7, 1.0)])
     glob = Path.glob  # whose order is the file system's
-    monkeypatch.setattr(Path, "glob", lambda *of: sorted(glob(*of), reverse=True))
-    found = [r.directory.relative_to(tmp_path) for r in rankings.recorded_runs(tmp_path)]
-    assert [d.as_posix() for d in found] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
+    monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(glob(*arguments), reverse=True))
+    directories = [r.directory.relative_to(tmp_path) for r in rankings.recorded_runs(tmp_path)]
+    assert [d.as_posix() for d in directories] == ["gpu-a/2026-01-10", "gpu-b/2025-12-31"]
     assert rankings.recorded_runs(tmp_path / "absent") == []
 
 
@@ -583,9 +593,9 @@ def test_what_was_emulated_passes_and_has_no_time(tmp_path: Path) -> None:
     assert " ms" not in part and "wins" not in part
     assert "outputs of the kernels for sm_90a, emulated" in part
     assert {r["harness"] for r in rankings.to_json(ours)["results"]} == {None}
-    said = "All 2 solutions passed on the one workload; 1 of 2 solutions passed on all 2 workloads "
-    said += "(kernels for sm_90a, emulated), a on 1."
-    assert rankings.verdict(both) == said
+    verdict = "All 2 solutions passed on the one workload; 1 of 2 solutions passed on all 2 "
+    verdict += "workloads (kernels for sm_90a, emulated), a on 1."
+    assert rankings.verdict(both) == verdict
 
 
 def test_a_time_in_an_emulated_trace_is_refused(tmp_path: Path) -> None:

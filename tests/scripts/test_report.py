@@ -231,7 +231,7 @@ def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
 
 
 def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
-    """TB/s where reading does, TFLOP/s where the FLOPs do; the roofline as far as that reads."""
+    """Workloads bound by reading are drawn in TB/s, with the roofline; the others in TFLOP/s."""
     case = {"experts": 8, "active": 8, "rows": 1.0, "n": 4096, "k": 7168, "roofline": 5.0}
     workloads = {7: (7, 10.0), 80: (20000, 400.0), 901: (40000, 800.0), None: (9, 9.0)}
     rows = [
@@ -239,9 +239,9 @@ def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
         for name, peer, by in (("flat", False, 1), ("flat, next larger", False, 3), ("p", True, 2))
         for tokens, (pairs, us) in workloads.items()
     ]
-    made = in_memory("gemm_layers", rows, rates=RATES)
-    reads, computes = layers_figure(made).axes
-    f = tables.gemm_frame(made, "gemm_layers").set_index(["subject", "tokens"])
+    recorded = in_memory("gemm_layers", rows, rates=RATES)
+    reads, computes = layers_figure(recorded).axes
+    f = tables.gemm_frame(recorded, "gemm_layers").set_index(["subject", "tokens"])
     lines = {line.get_label(): line for line in reads.get_lines()}
     assert [label for label in lines if not label.startswith("_")] == ["flat", "roofline", "p"]
     assert list(lines["flat"].get_ydata()) == [f.gbytes["flat", 7] / 1e3]
@@ -306,10 +306,10 @@ def test_the_table_of_gemms_has(name: str) -> None:
     ]
     rows.append(rows[0] | {"rows": 1.0, "pairs": 8, "value": 9.0})
     f = tables.gemm_frame(in_memory("gemm_study", rows), "gemm_study")
-    found = tables.gemm_table(f).frame.to_dict("records")[int("rows" in more)]
-    assert found.items() >= expected.items()
-    assert [column for column in found if column in expected] == list(expected)
-    assert not any(", next" in column for column in found), "they only say what is best known"
+    row = tables.gemm_table(f).frame.to_dict("records")[int("rows" in more)]
+    assert row.items() >= expected.items()
+    assert [column for column in row if column in expected] == list(expected)
+    assert not any(", next" in column for column in row), "they only say what is best known"
 
 
 def test_the_environment_is_what_was_seen(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ def lines_of(path: Path) -> list[Any]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def read_one(place: Path, made: Any, *measurements: list[dict], **info: Any) -> dict[str, Any]:
-    """The one result of a run with this trace."""
-    (found,) = read_results([record(place, [made], *measurements, **info)]).to_dict("records")
-    return found
+def read_one(place: Path, line: Any, *measurements: list[dict], **info: Any) -> dict[str, Any]:
+    """Return the one result of a run with this line in its traces."""
+    (result,) = read_results([record(place, [line], *measurements, **info)]).to_dict("records")
+    return result
 
 
 def test_the_columns_are_those_of_a_result() -> None:
@@ -48,7 +48,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_rows_are_in_the_file_as_soon_as_they_come(tmp_path: Path) -> None:
-    """Beside those of other measurements, in directories that are not there yet."""
+    """Rows follow those of other measurements; missing directories are made."""
     path = tmp_path / "new" / rows.FILE
     for name in ("bits", "times"):
         into = Writer(name, "GPU A", "how", path, repeats=5)
@@ -57,12 +57,13 @@ def test_rows_are_in_the_file_as_soon_as_they_come(tmp_path: Path) -> None:
             added = into.add(CASE, "x", value=float(number), unit=None)
             assert "unit" not in added and added["of"] == into.measurement["id"]
             assert lines_of(path)[-1] == added and len(into.rows) == number
-    found = rows.read(tmp_path / "new")
-    assert (found.rows_of("times"), "times" in found, "sweep" in found) == (into.rows, True, False)
-    assert found.measurements["times"]["repeats"] == 5
-    assert found.measurements["times"]["environment"]["versions"]
-    assert list(found.frame("times").value) == [1.0, 2.0]
-    assert found.frame("times").error.isna().all(), "has every column that a row may have"
+    recorded = rows.read(tmp_path / "new")
+    assert recorded.rows_of("times") == into.rows
+    assert ("times" in recorded, "sweep" in recorded) == (True, False)
+    assert recorded.measurements["times"]["repeats"] == 5
+    assert recorded.measurements["times"]["environment"]["versions"]
+    assert list(recorded.frame("times").value) == [1.0, 2.0]
+    assert recorded.frame("times").error.isna().all(), "has every column that a row may have"
     assert into.result.rows_of("times") == into.rows
     assert rows.read(tmp_path / "absent").measurements == {}
 
@@ -89,10 +90,10 @@ def test_the_last_measurement_of_a_name_that_has_rows_counts(tmp_path: Path) -> 
     second = measurement("times", [CASE | {"value": 2.0}, CASE | {"value": 3.0}], "GPU B")
     other = measurement("bits", [{"value": 9.0}])
     begun = measurement("times", [], "GPU C")  # and ended at once
-    found = rows.read(write(tmp_path / rows.FILE, [*first, *second, *other, *begun]))
-    assert [row["value"] for row in found.rows_of("times")] == [2.0, 3.0]
-    assert found.measurements["times"]["hardware"] == "GPU B"
-    assert [row["value"] for row in found.rows_of("bits")] == [9.0]
+    recorded = rows.read(write(tmp_path / rows.FILE, [*first, *second, *other, *begun]))
+    assert [row["value"] for row in recorded.rows_of("times")] == [2.0, 3.0]
+    assert recorded.measurements["times"]["hardware"] == "GPU B"
+    assert [row["value"] for row in recorded.rows_of("bits")] == [9.0]
 
 
 # --- files of either kind -------------------------------------------------------------------------
@@ -244,10 +245,10 @@ NO_TRACES = [
 ]
 
 
-@pytest.mark.parametrize("made", NO_TRACES)
-def test_what_is_no_trace_is_refused(made: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", NO_TRACES)
+def test_what_is_no_trace_is_refused(line: Any, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps(changed()) + "\n\n" + json.dumps(made) + "\n")
+    path.write_text(json.dumps(changed()) + "\n\n" + json.dumps(line) + "\n")
     with pytest.raises(UsageError, match=r"t\.jsonl:3 is no trace: [^\n]*$"):
         read_results([path])
 
@@ -294,8 +295,8 @@ def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
     begin.wait()
     for thread in threads:
         thread.join()
-    found = read_results([path]).solution
-    assert found.nunique() == len(found) == 40
+    solutions = read_results([path]).solution
+    assert solutions.nunique() == len(solutions) == 40
 
 
 # --- what a trace says ----------------------------------------------------------------------------
@@ -306,9 +307,9 @@ def failed(log: str) -> dict:
 
 
 def wrong(error: Any) -> dict:
-    made = trace("x", 7, None, status="INCORRECT_NUMERICAL")
-    made["evaluation"]["correctness"]["max_absolute_error"] = error
-    return made
+    line = trace("x", 7, None, status="INCORRECT_NUMERICAL")
+    line["evaluation"]["correctness"]["max_absolute_error"] = error
+    return line
 
 
 SKIPPED = "Solution skipped after 3 failures. Last error: Traceback:\nKeyError: 'x'\n"
@@ -327,40 +328,40 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("made", "status", "reason"), REASONS)
-def test_why_a_result_counts_or_not(made: dict, status: str, reason: str, tmp_path: Path) -> None:
-    found = read_one(tmp_path, made)
-    assert (found["status"], found["reason"]) == (status, reason)
-    assert found["passed"] == (status == "PASSED") == pd.notna(found["harness"])
+@pytest.mark.parametrize(("line", "status", "reason"), REASONS)
+def test_why_a_result_counts_or_not(line: dict, status: str, reason: str, tmp_path: Path) -> None:
+    result = read_one(tmp_path, line)
+    assert (result["status"], result["reason"]) == (status, reason)
+    assert result["passed"] == (status == "PASSED") == pd.notna(result["harness"])
 
 
 @pytest.mark.parametrize(("reference", "speedup"), [(10.0, 5.0), (0.0, None)])  # 0: not timed
 def test_a_speedup_is_of_the_latencies_of_its_trace(reference, speedup, tmp_path: Path) -> None:
-    of = {"latency_ms": 2.0, "reference_latency_ms": reference, "speedup_factor": 77.0}
-    found = read_one(tmp_path, performed(**of))
-    assert found["passed"] and found["speedup"] == speedup
+    performance = {"latency_ms": 2.0, "reference_latency_ms": reference, "speedup_factor": 77.0}
+    result = read_one(tmp_path, performed(**performance))
+    assert result["passed"] and result["speedup"] == speedup
 
 
 def test_texts_are_kept_as_they_are(tmp_path: Path) -> None:
-    """They are made printable where they are printed; a name made so would match no solution's."""
+    """They are made printable only when printed: a changed name would match no solution."""
     evil = "\x1b[2J\u202e\n"
     log = f"RuntimeError: a{evil[:-1]}b\n"
     libs = {"timing": evil, "tolerance": evil, "torch": evil}
-    made = trace(f"x{evil}", 7, None, status="RUNTIME_ERROR", log=log, hardware=evil, libs=libs)
-    made["workload"]["uuid"] += evil
-    found = read_one(tmp_path, made, solutions={f"x{evil}": "hash"})
-    assert found["hash"] == "hash" and found["software"] == (("torch", evil),)
-    assert (found["solution"], found["uuid"]) == (f"x{evil}", UUIDS[7] + evil)
-    assert [found[name] for name in ("hardware", "timing", "tolerance")] == [evil] * 3
-    assert found["reason"] == f"a{evil[:-1]}b"
+    line = trace(f"x{evil}", 7, None, status="RUNTIME_ERROR", log=log, hardware=evil, libs=libs)
+    line["workload"]["uuid"] += evil
+    result = read_one(tmp_path, line, solutions={f"x{evil}": "hash"})
+    assert result["hash"] == "hash" and result["software"] == (("torch", evil),)
+    assert (result["solution"], result["uuid"]) == (f"x{evil}", UUIDS[7] + evil)
+    assert [result[name] for name in ("hardware", "timing", "tolerance")] == [evil] * 3
+    assert result["reason"] == f"a{evil[:-1]}b"
 
 
 @pytest.mark.parametrize("other", ["cuda:0", ["cuda:0"], 3, {"ms": "fast"}, {"ms": 0}, None])
 def test_others_may_use_our_names_for_something_else(other: Any, tmp_path: Path) -> None:
     extra = {name: other for name in ("device", "harness", "matched_ratios")}
-    found = read_one(tmp_path, trace("x", 7, 2.0, extra=extra))
-    assert (found["device"], found["harness"]) == (None, 2.0)
-    assert found["0.2/0.1"] is None
+    result = read_one(tmp_path, trace("x", 7, 2.0, extra=extra))
+    assert (result["device"], result["harness"]) == (None, 2.0)
+    assert result["0.2/0.1"] is None
 
 
 @pytest.mark.parametrize(("earlier", "known"), [([], "of the run"), ([{}], "")])
@@ -387,8 +388,8 @@ NOT_SAME = [
 @pytest.mark.parametrize(("was", "now", "hardware", "reason"), NOT_SAME)
 def test_why_figures_of_now_do_not_belong_to_a_result(was, now, hardware, reason, tmp_path) -> None:
     path = write(tmp_path / "t.jsonl", [trace("x", 7, 1.0, libs={"solution_hash": was})])
-    (found,) = read_results([path]).itertuples()
-    assert rows.why_not_same(found, now, hardware) == reason
+    (result,) = read_results([path]).itertuples()
+    assert rows.why_not_same(result, now, hardware) == reason
 
 
 # --- figures join the results that they belong to -------------------------------------------------
@@ -406,18 +407,18 @@ def figures(rows_of: list[dict] = FIGURES, solution: str = "x", length: int = 7)
 
 
 def ours(solution: str = "x", length: int = 7, hash: str = "1", **options: Any) -> dict:
-    made = {"latency": 1.0, "libs": {"solution_hash": hash}, "extra": {"matched_ratio": 0.9}}
-    return trace(solution, length, **made | options)
+    defaults = {"latency": 1.0, "libs": {"solution_hash": hash}, "extra": {"matched_ratio": 0.9}}
+    return trace(solution, length, **defaults | options)
 
 
 def test_a_result_has_the_figures_of_its_rows(tmp_path: Path) -> None:
-    found = read_one(tmp_path, ours(), measurement("times", figures()))
-    assert (found["device"], found["method"], found["harness"]) == (2.0, "graph", 1.0)
-    assert found["device_spread"] == pytest.approx(0.2)
-    assert found["harness_spread"] == pytest.approx(0.4 / 3.0)
-    assert (found["cosine"], found["calc_diff"], found["0.2/0.1"]) == (0.5, None, 0.9)
-    assert found["matched_ratio"] == 0.9, "what the trace itself has stays"
-    assert found["trace"] == ours(), "as it is in the file"
+    result = read_one(tmp_path, ours(), measurement("times", figures()))
+    assert (result["device"], result["method"], result["harness"]) == (2.0, "graph", 1.0)
+    assert result["device_spread"] == pytest.approx(0.2)
+    assert result["harness_spread"] == pytest.approx(0.4 / 3.0)
+    assert (result["cosine"], result["calc_diff"], result["0.2/0.1"]) == (0.5, None, 0.9)
+    assert result["matched_ratio"] == 0.9, "what the trace itself has stays"
+    assert result["trace"] == ours(), "as it is in the file"
 
 
 SPREADS = [
@@ -430,9 +431,9 @@ SPREADS = [
 @pytest.mark.parametrize(("row", "expected"), SPREADS)
 def test_what_is_not_known_of_a_time_is_none(row: dict, expected: tuple, tmp_path: Path) -> None:
     rows_of = measurement("times", figures([{"clock": "device"} | row]))
-    found = read_one(tmp_path, ours(), rows_of)
-    assert (found["device"], found["device_spread"]) == expected
-    assert (found["method"], found["harness_spread"]) == ("", None)
+    result = read_one(tmp_path, ours(), rows_of)
+    assert (result["device"], result["device_spread"]) == expected
+    assert (result["method"], result["harness_spread"]) == ("", None)
 
 
 FAILED = {"latency": None, "status": "RUNTIME_ERROR"}
@@ -450,12 +451,12 @@ PAIRS = {  # whether the figures of x and z at T=7 and T=80 join
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_figures_join_a_result_of_the_same_pair_source_and_gpu(name: str, tmp_path: Path) -> None:
-    """Accuracy also where it is wrong; a time where it is right."""
-    made, joins = PAIRS[name]
+    """Accuracy also joins an incorrect result; times join correct results alone."""
+    line, joins = PAIRS[name]
     of_all = [row for n in "xz" for length in (7, 80) for row in figures(solution=n, length=length)]
-    found = read_one(tmp_path, made, measurement("times", of_all))
-    assert pd.notna(found["cosine"]) == joins
-    assert pd.notna(found["device"]) == (name == "same")
+    result = read_one(tmp_path, line, measurement("times", of_all))
+    assert pd.notna(result["cosine"]) == joins
+    assert pd.notna(result["device"]) == (name == "same")
 
 
 def test_the_hash_that_joins_may_be_that_of_run_json(tmp_path: Path) -> None:
@@ -473,7 +474,7 @@ def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) 
     x, y, z, other = read_results([record(tmp_path, traces, times, again, bits, same)]).itertuples()
     assert (x.device, y.device) == (1.5, 2.0)
     assert x.harness_spread == y.harness_spread > 0 and x.cosine == y.cosine == 0.5
-    assert [of.checks["again"]["differ"] for of in (x, y, z)] == [0, 0, 2] and other.checks == {}
+    assert [row.checks["again"]["differ"] for row in (x, y, z)] == [0, 0, 2] and other.checks == {}
 
 
 def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:

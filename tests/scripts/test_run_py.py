@@ -363,17 +363,16 @@ def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
 
 
 def test_every_program_ends_by_run_main_and_nothing_else_is_one() -> None:
-    """Whose module takes Ctrl-C, which run.py blocks."""
+    """`run_main` sets the exit status, and its module handles Ctrl-C."""
     end = '\nif __name__ == "__main__":\n    run_main(main)\n'
     assert all(path.read_text("utf-8").endswith(end) for path in run.programs().values())
-    found = [p for p in (ROOT / "scripts").rglob("*.py") if '__main__":' in p.read_text("utf-8")]
-    assert sorted(found) == sorted(run.programs().values())
+    paths = [p for p in (ROOT / "scripts").rglob("*.py") if '__main__":' in p.read_text("utf-8")]
+    assert sorted(paths) == sorted(run.programs().values())
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    """Every import at the top of a module that is neither ours nor Python's is named in
-    pyproject.toml, and does not come with something else. Exempt: the baselines, and what vLLM
-    alone imports."""
+    """Every package that a module imports at its top is ours, Python's or named in pyproject.toml.
+    Exempt: the baselines, and modules that only vLLM or Transformers imports."""
     distributions = {
         "cutlass": "nvidia-cutlass-dsl",
         "cuda": "nvidia-cutlass-dsl",
@@ -386,22 +385,22 @@ def test_every_package_that_is_imported_is_required() -> None:
     for engine in ("huggingface", "vllm_experts", "vllm_mxfp4"):
         layer.remove(package / "serving" / f"{engine}.py")
     for sources, extras in ((layer, ""), ({*(ROOT / "scripts").rglob("*.py")}, "bench,dev")):
-        found = {name.split(".")[0] for path in sources for name in imported(path, in_all=False)}
-        found -= {"scripts", "moe_fp8"} | sys.stdlib_module_names
-        assert {"torch", "cutlass", "tqdm"} <= found or extras
+        packages = {name.split(".")[0] for path in sources for name in imported(path, in_all=False)}
+        packages -= {"scripts", "moe_fp8"} | sys.stdlib_module_names
+        assert {"torch", "cutlass", "tqdm"} <= packages or extras
         required = {Requirement(r).name for r in run.requirements(extras)}
-        assert {distributions.get(name, name) for name in found} <= required
+        assert {distributions.get(name, name) for name in packages} <= required
 
 
 def imported(path: Path, in_all: bool) -> set[str]:
-    """The names that a module imports from other packages, at its top or in all of it."""
-    tree, found = ast.parse(path.read_text("utf-8")), set()
+    """Return the names that a module imports from other packages, at its top or in all of it."""
+    tree, names = ast.parse(path.read_text("utf-8")), set()
     for node in ast.walk(tree) if in_all else tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def test_no_module_of_the_programs_imports_one_that_imports_it() -> None:

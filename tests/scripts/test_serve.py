@@ -55,12 +55,12 @@ def served_rows(tmp_path_factory, stand_in) -> tuple[list[dict[str, Any]], str]:
     """Return the rows and the output of a run of three backends, two of them at once."""
     file = tmp_path_factory.mktemp("serve") / FILE
     options = ("--model", "qwen3-30b-a3b", "--layers", "2", "--compare", "engine,ours,accurate")
-    made = call("serve", *options, *QUICK, "--together", "2", "--out", file)
-    assert made.returncode == 0, made.stderr
-    found = read(file)
-    of = found.measurements[tables.SERVED["vllm"]]
-    assert of["environment"]["versions"]["torch"] and of["method"] == serve.METHOD
-    return found.rows_of(tables.SERVED["vllm"]), made.stdout
+    done = call("serve", *options, *QUICK, "--together", "2", "--out", file)
+    assert done.returncode == 0, done.stderr
+    recorded = read(file)
+    head = recorded.measurements[tables.SERVED["vllm"]]
+    assert head["environment"]["versions"]["torch"] and head["method"] == serve.METHOD
+    return recorded.rows_of(tables.SERVED["vllm"]), done.stdout
 
 
 def values(rows: list[dict[str, Any]], what: str, backend: str) -> list[Any]:
@@ -70,10 +70,10 @@ def values(rows: list[dict[str, Any]], what: str, backend: str) -> list[Any]:
 def test_a_record_has_every_figure_of_every_backend(served_rows):
     rows, _ = served_rows
     for backend in ("engine", "ours", "accurate"):
-        of = [row for row in rows if row["subject"] == backend and "calls" in row]
+        own_rows = [row for row in rows if row["subject"] == backend and "calls" in row]
         figures = [("decode", 1), ("decode", 2), ("prefill", 8), ("mixed", 2)]
-        assert [(row["part"], row["size"]) for row in of] == figures
-        assert all(row["calls"] == 2 and row["spread"] >= 0 for row in of)
+        assert [(row["part"], row["size"]) for row in own_rows] == figures
+        assert all(row["calls"] == 2 and row["spread"] >= 0 for row in own_rows)
         (seconds,) = values(rows, "start", backend)
         assert not values(rows, "first start", backend)
         assert seconds > 0 and values(rows, "same tokens alone and among others", backend) == [True]
@@ -156,10 +156,10 @@ def test_the_tables_have_what_there_is(ended, status, last_line, decoded, stand_
             yield serve.row_of(named("engine"), "decode", 1, 2.5, "ms a step", spread=0.0)
 
     monkeypatch.setattr(serve, "measure", measure)
-    made = call("serve", "--model", "qwen3-30b-a3b", *QUICK)
-    assert made.returncode == status and made.stderr.endswith(f"{last_line}\n")
-    assert ("decode 1" in made.stdout and "2.50" in made.stdout) == decoded
-    assert "9.5 s" in made.stdout
+    done = call("serve", "--model", "qwen3-30b-a3b", *QUICK)
+    assert done.returncode == status and done.stderr.endswith(f"{last_line}\n")
+    assert ("decode 1" in done.stdout and "2.50" in done.stdout) == decoded
+    assert "9.5 s" in done.stdout
 
 
 @pytest.mark.parametrize("wrong", ["", "dies"])
@@ -264,8 +264,8 @@ def test_tokens_are_compared_until_the_first_other(engine, ours, share, differen
 @pytest.mark.parametrize("others_matter", [False, True])
 def test_a_request_is_to_have_the_same_tokens_alone_and_among_others(others_matter, tmp_path):
     def generate(prompts, tokens):
-        made = len(prompts) * others_matter
-        return [Generated([len(prompt), made], []) for prompt in prompts]
+        token = len(prompts) * others_matter
+        return [Generated([len(prompt), token], []) for prompt in prompts]
 
     measuring = Measuring(SimpleNamespace(version="", generate=generate), 1000)
     answers = {"check": None, "alone": measuring.alone()}
@@ -303,20 +303,20 @@ SGLANG = {
      ("sglang", SGLANG, {"moe_runner_backend": "triton"})],
 )  # fmt: skip
 def test_all_backends_of_an_engine_get_the_same_options(engine, expected, asked, monkeypatch):
-    """But for the kernel that is asked for; nothing of a prompt is kept for the next one."""
+    """The options differ in the kernel alone. Prefix caches are off."""
     module = SimpleNamespace(__version__="1", __file__="", SamplingParams=None)
     module.LLM = module.Engine = lambda **options: options
     monkeypatch.setitem(sys.modules, engine, module)
     monkeypatch.setattr(engines, "use_tuned_files", lambda folder: None)
     model = find_model("qwen3-30b-a3b", 2, True)
     setup = Setup(engine, "engine", model, True, 4096, (1, 8), 2, True, 0.45)
-    made = {}
+    options_by_backend = {}
     for backend in ("engine", *OWN, "triton", *["tuned"] * (engine == "vllm")):
         started = start(replace(setup, backend=backend))
-        made[backend] = started.llm if engine == "vllm" else started.engine
-    assert made["engine"].items() >= expected.items()
-    assert made.pop("triton") == made["engine"] | asked
-    assert all(options == made["engine"] for options in made.values())
+        options_by_backend[backend] = started.llm if engine == "vllm" else started.engine
+    assert options_by_backend["engine"].items() >= expected.items()
+    assert options_by_backend.pop("triton") == options_by_backend["engine"] | asked
+    assert all(options == options_by_backend["engine"] for options in options_by_backend.values())
 
 
 def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeypatch):
@@ -332,8 +332,8 @@ def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeyp
     monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "")
     engines.use_tuned_files(tmp_path / "vllm")
-    found = Path(os.environ["VLLM_TUNED_CONFIG_FOLDER"]).iterdir()
-    assert {file.name: file.read_text() for file in found} == {
+    files = Path(os.environ["VLLM_TUNED_CONFIG_FOLDER"]).iterdir()
+    assert {file.name: file.read_text() for file in files} == {
         f"{sizes},device_name=NVIDIA_H100,dtype=fp8_w8a8.json": f"{sizes} {gpu}"
         for sizes, gpu in (("E=8,N=1", "H100"), ("E=8,N=2", "H200"))
     }
@@ -341,8 +341,8 @@ def test_tuned_files_are_those_of_this_gpu_and_else_of_an_h200(tmp_path, monkeyp
 
 def named(backend: str, **more: Any) -> Any:
     setup = Setup("vllm", backend, find_model("qwen3-30b-a3b", None, True))
-    made = {"log_lines": lambda text: [text], "ask": lambda *asked: None}
-    return SimpleNamespace(setup=setup, version="", start_seconds=1.0, **made | more)
+    defaults = {"log_lines": lambda text: [text], "ask": lambda *asked: None}
+    return SimpleNamespace(setup=setup, version="", start_seconds=1.0, **defaults | more)
 
 
 @pytest.mark.parametrize("wrong", ["0.9", "nan", "inf"])
@@ -361,8 +361,8 @@ def test_a_layer_of_which_no_call_was_seen_is_an_error(tmp_path):
         list(serve.check(named("ours", directory=tmp_path)))
 
 
-def options(*given: str) -> Any:
-    return serve.arguments(["--model", "qwen3-30b-a3b", *given])
+def options(*more: str) -> Any:
+    return serve.arguments(["--model", "qwen3-30b-a3b", *more])
 
 
 def test_an_engine_that_is_absent_is_named(monkeypatch):
@@ -421,10 +421,10 @@ def test_a_text_is_read_in_whole_windows(monkeypatch, tmp_path):
 
 def test_setups_follow_the_options(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    given = ("--random-weights", "--compare", "engine, deep_gemm,ours", "--together", "2",
-             "--batches", "1,4", "--prompts", "512", "--tensor-parallel", "2", "--expert-parallel",
-             "--batch-invariant")  # fmt: skip
-    first, second, third = serve.setups(options(*given))
+    arguments = ("--random-weights", "--compare", "engine, deep_gemm,ours", "--together", "2",
+                 "--batches", "1,4", "--prompts", "512", "--tensor-parallel", "2",
+                 "--expert-parallel", "--batch-invariant")  # fmt: skip
+    first, second, third = serve.setups(options(*arguments))
     assert (first.backend, second.backend, third.backend) == ("engine", "deep_gemm", "ours")
     assert first.most_tokens == engines.CHECK_TOKENS["vllm"] and first.share == 0.45
     assert first.variables == {"MOE_FP8_VLLM": "0", "VLLM_BATCH_INVARIANT": "1"}
@@ -448,8 +448,8 @@ def test_a_row_says_how_the_model_was_served(engine, options, head, monkeypatch)
     setup = Setup(engine, "ours", find_model("qwen3-30b-a3b", 2, True), **options)
     backend = SimpleNamespace(setup=setup, version="1")
     usual = {"gpus": 1, "parallel": "tensor", "batch_invariant": None, "dense": None}
-    made = serve.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
-    assert made == usual | head | {
+    row = serve.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
+    assert row == usual | head | {
         "engine": engine, "engine_version": "1", "model": "qwen3-30b-a3b", "layers": 2,
         "subject": "ours", "part": "decode", "size": 1, "value": 2.0, "unit": "ms", "calls": 3,
     }  # fmt: skip
@@ -563,22 +563,22 @@ def test_the_layer_in_float32(kind):
     elif kind == "per channel":
         *tokens, w13, _, w2, _ = arguments
         arguments = (*tokens, w13, torch.rand(4, 256, 1), w2, torch.rand(4, 256, 1))
-    found = experts(*arguments, **options, accurate=True)
-    assert calc_diff(found, in_float32(*arguments, **options)) < 1e-5
+    output = experts(*arguments, **options, accurate=True)
+    assert calc_diff(output, in_float32(*arguments, **options)) < 1e-5
 
 
 def test_one_call_of_a_layer_is_checked():
-    found: list[float] = []
-    checked = checking(experts, 9, found.append)
+    differences: list[float] = []
+    checked = checking(experts, 9, differences.append)
     calls = [experts_of(tokens) for tokens in (10, 9, 8, 9)]  # of weights of their own
-    for arguments, how in (*calls, *calls):
-        assert torch.equal(checked(*arguments, **how), experts(*arguments, **how))
-    assert len(found) == 2 and all(1e-5 < value < 1e-3 for value in found)
-    arguments, how = experts_of()
-    broken = checking(lambda *a, **k: 1.5 * experts(*a, **k), 9, found.append)
+    for arguments, options in (*calls, *calls):
+        assert torch.equal(checked(*arguments, **options), experts(*arguments, **options))
+    assert len(differences) == 2 and all(1e-5 < value < 1e-3 for value in differences)
+    arguments, options = experts_of()
+    broken = checking(lambda *a, **k: 1.5 * experts(*a, **k), 9, differences.append)
     for _ in range(2):
-        broken(*arguments, **how)
-    assert len(found) == 3 and found[-1] > 0.05
+        broken(*arguments, **options)
+    assert len(differences) == 3 and differences[-1] > 0.05
 
 
 def row(backend: str, what: str, size: Any, value: Any, unit: str = "ms", **more: Any) -> dict:
@@ -695,7 +695,7 @@ def test_of_the_layers_the_worst_is_named():
 def test_a_step_takes_what_a_further_token_takes(monkeypatch):
     """The engine takes 5 s for the prompts and 2 s for every token after the first."""
 
-    def generate(given, tokens):
+    def generate(prompts, tokens):
         generated.append(tokens)
         clock.append(5.0 + 2.0 * (tokens - 1))
 
@@ -710,25 +710,25 @@ def test_a_step_takes_what_a_further_token_takes(monkeypatch):
 @pytest.mark.parametrize(("batch", "steps"), [(1, 128), (32, 128), (64, 64), (128, 32), (256, 32)])
 def test_small_batches_decode_more_steps(batch: int, steps: int):
     asked: list[int] = []
-    engine = SimpleNamespace(version="", generate=lambda given, tokens: asked.append(tokens))
+    engine = SimpleNamespace(version="", generate=lambda prompts, tokens: asked.append(tokens))
     Measuring(engine, 1000).decode(batch, 0)
     assert asked == [1, 1 + steps]
 
 
 @pytest.mark.parametrize("what", ["decode", "graph", "prefill", "mixed"])
 def test_every_repeat_has_prompts_of_its_own_and_every_backend_the_same(what: str):
-    given: list[list[list[int]]] = []
+    calls: list[list[list[int]]] = []
 
     def noted(prompts, tokens):
-        given.append(prompts)
+        calls.append(prompts)
         return []
 
     engine = SimpleNamespace(version="", generate=noted, graph_times=noted)
     for repeat in (0, 1, 0):
         getattr(Measuring(engine, 1000), what)(4, repeat)
-    first, second, again = given[:: len(given) // 3]
+    first, second, again = calls[:: len(calls) // 3]
     assert first == again != second
-    assert given == [of for of in (first, second, again) for _ in range(len(given) // 3)]
+    assert calls == [prompts for prompts in (first, second, again) for _ in range(len(calls) // 3)]
 
 
 class Clock:
@@ -846,11 +846,11 @@ def test_prompts_are_drawn_once_and_for_all():
 
 
 def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
-    """The engine finds it as an entry point, in any of its processes."""
+    """SGLang loads the worker as an entry point, in any of its processes."""
     serve.publish(tmp_path, "sglang")
     monkeypatch.syspath_prepend(tmp_path)
-    found = importlib.metadata.entry_points(group="sglang.srt.plugins")
-    (plugin,) = (entry for entry in found if "serve" in entry.name)
+    entries = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    (plugin,) = (entry for entry in entries if "serve" in entry.name)
     assert plugin.load() is worker.register_sglang
 
 

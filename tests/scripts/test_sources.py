@@ -150,9 +150,9 @@ def test_a_solution_has_what_its_file_says_and_for_the_rest_our_own_kernels_defa
     least = 'SOLUTION: dict = {"name": "sample"}'
     (package / "gen.py").write_text(re.sub("SOLUTION = {.*?}", least, GENERATION, flags=re.DOTALL))
     (path,) = write(package)
-    made, ours = json.loads(path.read_text()), json.loads(packed_of("cutedsl_moe_fp8_v1"))
-    assert (made["author"], made["spec"]) == ("moe-fp8-cutedsl", ours["spec"])
-    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in made["spec"]["dependencies"]
+    minimal, ours = json.loads(path.read_text()), json.loads(packed_of("cutedsl_moe_fp8_v1"))
+    assert (minimal["author"], minimal["spec"]) == ("moe-fp8-cutedsl", ours["spec"])
+    assert "nvidia-cutlass-dsl>=4.6.2,<4.9" in minimal["spec"]["dependencies"]
 
 
 @pytest.mark.parametrize(
@@ -190,17 +190,17 @@ def test_unknown_names_are_refused_and_so_are_two_generations_of_one_name(packag
 
 
 def test_only_what_was_packed_is_removed_and_what_is_current_is_not_written(package) -> None:
-    """The directory may be anyone's, with copies of ours under names of their own."""
+    """The directory may hold foreign files, and copies of our files under other names."""
     (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
     path = write(package)[0].with_name("sample.json")
     (package / "gone.py").unlink()
     foreign = {path.with_name("mine.json"): b"{}", path.with_name("old.json"): path.read_bytes()}
     for file, content in foreign.items():
         file.write_bytes(content)
-    before, kept = path.stat().st_mtime_ns, {"sample.json", "mine.json", "old.json"}
+    before, names = path.stat().st_mtime_ns, {"sample.json", "mine.json", "old.json"}
     assert write(package, "sample") == [path]  # forgets nothing
-    assert names_in(path.parent) == kept | {"gone.json"}
-    assert write(package) == [path] and names_in(path.parent) == kept
+    assert names_in(path.parent) == names | {"gone.json"}
+    assert write(package) == [path] and names_in(path.parent) == names
     assert {file: file.read_bytes() for file in foreign} == foreign
     assert path.stat().st_mtime_ns == before
     current = path.read_bytes()
@@ -414,12 +414,12 @@ LAYERS = {"v4_flat", "v5_fused", "v6_fused_hifi", "triton_moe", "deepgemm_moe", 
 @pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short)
 def test_bundles_of_other_definitions(definition: MoeDefinition, tmp_path: Path) -> None:
     """Our bundle computes; a peer's needs a GPU."""
-    found = {g.path.stem: g for g in sources.generations(definition=definition)}
+    by_stem = {g.path.stem: g for g in sources.generations(definition=definition)}
     values, wanted = arguments(ROOT / definition.path)
     names = {n for n in LAYERS if n.startswith("v") or not definition.swiglu_limit}
-    assert set(found) == names
+    assert set(by_stem) == names
     for stem in names & {"v5_fused", "triton_moe"}:
-        generation, packed = found[stem], packed_once(found[stem])
+        generation, packed = by_stem[stem], packed_once(by_stem[stem])
         name = f"{generation.metadata['name']}_{definition.short}"
         assert generation.name == json.loads(packed)["name"] == name
         run = top_level(unpack(packed, tmp_path / name)).run
@@ -603,7 +603,7 @@ def test_what_this_checkout_packs_runs_on_which_gpu() -> None:
 # --- sources that have changed --------------------------------------------------------------------
 
 V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
-GLM5, EP8, EP4 = (f"triton_moe_{of}" for of in ("glm5", "minimax_m2_ep8", "kimi_k2_ep4"))
+GLM5, EP8, EP4 = (f"triton_moe_{short}" for short in ("glm5", "minimax_m2_ep8", "kimi_k2_ep4"))
 NOW = {V1: "1", V2: "2", "triton_moe": "3", GLM5: "3", EP8: "4", EP4: "4"}
 
 
@@ -639,9 +639,9 @@ def test_changed_sources_in_a_sentence(now, measured, changed: str, unknown: str
 
 
 def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
-    made = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
-    made += [trace(V1, 7, 1.0, libs={"solution_hash": "2"}), trace(V2, 7, 1.0)]
-    (ranking,) = ranked(tmp_path, made)
+    traces = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
+    traces += [trace(V1, 7, 1.0, libs={"solution_hash": "2"}), trace(V2, 7, 1.0)]
+    (ranking,) = ranked(tmp_path, traces)
     assert sources.remark(ranking.hashes) == (
         "Since this run the source of v1 has changed. It is not known which sources of v2 were "
         "measured."

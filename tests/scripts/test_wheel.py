@@ -95,16 +95,16 @@ def test_the_installed_wheel_gives_the_bits_of_the_clone(environment: Path, tmp_
         "local_expert_offset": 32,
         "num_experts": SHAPE.num_experts,
     }
-    given = {"fused_moe": inputs._asdict(), "experts": routed}
+    arguments = {"fused_moe": inputs._asdict(), "experts": routed}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    torch.save(given, elsewhere / "arguments.pt")
+    torch.save(arguments, elsewhere / "arguments.pt")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     (version,) = re.findall('^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     command = [environment, "-c", CALLS.format(version=version)]
     subprocess.run(command, cwd=elsewhere, env=clean, check=True)
-    found = torch.load(elsewhere / "outputs.pt")
+    outputs = torch.load(elsewhere / "outputs.pt")
     for output, wanted in zip(
-        found, (fused_moe(**given["fused_moe"]), experts(**routed)), strict=True
+        outputs, (fused_moe(**arguments["fused_moe"]), experts(**routed)), strict=True
     ):
         assert wanted.isfinite().all() and wanted.any() and torch.equal(output, wanted)

@@ -41,7 +41,7 @@ def data_set(tmp_path_factory) -> Path:
         if generation.name not in SPEEDUPS:
             continue
         export = export_of(generation)
-        made = [
+        traces = [
             {
                 "definition": DEFINITION,
                 "workload": trace.workload.model_dump(mode="json"),
@@ -61,7 +61,7 @@ def data_set(tmp_path_factory) -> Path:
             for trace in workloads
             if (speedup := SPEEDUPS[export.name].get(trace.workload.axes["seq_len"]))
         ]
-        exports.append(replace(export, traces=tuple(made)))
+        exports.append(replace(export, traces=tuple(traces)))
     write_tree("apply", place / "apply", exports, definition)
     return place
 

@@ -52,9 +52,9 @@ def restored(monkeypatch) -> Iterator[None]:
 
 
 def run(model: Any, output: Path, *options: str, gpu: str = "h100") -> int:
-    given = ("--model", str(model), "--gpu", gpu, "--output", str(output), *options)
+    arguments = ("--model", str(model), "--gpu", gpu, "--output", str(output), *options)
     try:
-        return bake.main(given)
+        return bake.main(arguments)
     except SystemExit as error:
         return int(error.code or 0)
 
@@ -174,16 +174,16 @@ def test_the_gpu_decides_kernels(gpu, options, target, num_sms, config, compiled
 
 
 def forms(*calls: bake.Call) -> list[tuple[int, int, int, Form]]:
-    """All experts, local ones, width and form of each call."""
+    """Return (experts, local experts, width, form) of each call's layer."""
     layers = [call_of(call.function, *call.arguments, **call.options)[0] for call in calls]
     return [
         (
-            of.shape.num_experts,
-            of.shape.num_local_experts,
-            of.shape.intermediate_size,
-            of.usual_form,
+            layer.shape.num_experts,
+            layer.shape.num_local_experts,
+            layer.shape.intermediate_size,
+            layer.usual_form,
         )
-        for of in layers
+        for layer in layers
     ]
 
 
@@ -258,8 +258,8 @@ def test_every_known_model_is_served() -> None:
     assert len(names) >= 7
     for name in names:
         assert forms(*bake.calls(bake.find_model(name)))
-    found = bake.find_model("deepseek-v3")
-    assert found == bake.Model("deepseek-v3", 256, 8, 7168, 2048, shared=1)
+    model = bake.find_model("deepseek-v3")
+    assert model == bake.Model("deepseek-v3", 256, 8, 7168, 2048, shared=1)
     assert bake.find_model("minimax-m2") == bake.Model("minimax-m2", 256, 8, 3072, 1536)
 
 

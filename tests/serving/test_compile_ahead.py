@@ -57,9 +57,9 @@ SHAPES = {
 
 
 def call(*arguments, **options) -> int:
-    given = tensors()
-    of = (given["ids"], given["weights"], given["x"], *(given[name] for name in WEIGHTS))
-    return prepare(experts, *of, *arguments, **options)
+    named = tensors()
+    required = (named["ids"], named["weights"], named["x"], *(named[name] for name in WEIGHTS))
+    return prepare(experts, *required, *arguments, **options)
 
 
 @pytest.mark.all
@@ -128,9 +128,9 @@ def test_processes_compile_and_this_one_loads(geometries, compiled_here, monkeyp
     "why", ["no directory", "one core", "a directory of others", "a file in its place", "failure"]
 )
 def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypatch, tmp_path):
-    asked, made = [], []
+    asked, compiled = [], []
     monkeypatch.setattr(ahead, "in_processes", asked.append)  # and makes nothing
-    monkeypatch.setattr(fused, "compiled", lambda *of: made.append(of) or "function")
+    monkeypatch.setattr(fused, "compiled", lambda *call: compiled.append(call) or "function")
     if why == "no directory":
         monkeypatch.setenv(CACHE_VARIABLE, "")
     elif why == "one core":
@@ -141,7 +141,7 @@ def test_where_processes_cannot_help_this_one_compiles(why, geometries, monkeypa
     elif why == "a file in its place":
         (tmp_path / "kernels").touch()
     assert ahead.compile_all(geometries) == 2
-    assert made == [fused.describe_fused(*geometry) for geometry in geometries]
+    assert compiled == [fused.describe_fused(*geometry) for geometry in geometries]
     assert len(asked) == (why == "failure")
 
 
@@ -166,22 +166,22 @@ def test_of_processes_that_prepare_at_once_one_compiles(geometries, monkeypatch,
 
 @pytest.fixture
 def gpu(monkeypatch) -> SimpleNamespace:
-    """The kernels that `prepare` compiles and launches, with the tensors on GPU `index`."""
+    """Record what `prepare` compiles and launches. All tensors seem to be on GPU `index`."""
 
     def on_gpu(function, *arguments, **options):
         layer, inputs, out = call_of(function, *arguments, **options)
-        device = torch.device("cuda", found.index)
-        stand_in = {"is_cuda": True, "device": device, "get_device": lambda: found.index}
+        device = torch.device("cuda", recorder.index)
+        stand_in = {"is_cuda": True, "device": device, "get_device": lambda: recorder.index}
         return layer, inputs, SimpleNamespace(numel=out.numel, **stand_in)
 
     def fused_call(tokens, device, shape, terms, configs, form):
-        return lambda inputs, out: found.launched.append((tokens, device.index, configs))
+        return lambda inputs, out: recorder.launched.append((tokens, device.index, configs))
 
     def compile_all(geometries: list) -> int:
-        found.compiled += geometries
+        recorder.compiled += geometries
         return len(geometries)
 
-    found = SimpleNamespace(index=0, compiled=[], launched=[])
+    recorder = SimpleNamespace(index=0, compiled=[], launched=[])
     api._layer.cache_clear()
     api._layers_seen.cache_clear()
     for module, name, value in (
@@ -194,7 +194,7 @@ def gpu(monkeypatch) -> SimpleNamespace:
         (ahead, "make_call", fused_call),
     ):
         monkeypatch.setattr(module, name, value)
-    yield found
+    yield recorder
     api._layer.cache_clear()
     api._layers_seen.cache_clear()
 
@@ -213,21 +213,21 @@ def test_what_is_prepared_is_loaded_once_on_every_gpu(gpu):
 
 
 def test_nothing_is_kept_of_what_is_prepared_with(gpu):
-    """The weights may be freed, moved and written over."""
-    given = tensors()
-    references = [weakref.ref(tensor) for tensor in given.values()]
-    of = (given["ids"], given["weights"], given["x"], *(given[name] for name in WEIGHTS))
-    assert prepare(experts, *of, tokens=4)
-    del given, of
+    """After `prepare` the weights may be freed, moved or overwritten."""
+    named = tensors()
+    references = [weakref.ref(tensor) for tensor in named.values()]
+    arguments = (named["ids"], named["weights"], named["x"], *(named[name] for name in WEIGHTS))
+    assert prepare(experts, *arguments, tokens=4)
+    del named, arguments
     assert not any(tensor() is not None for tensor in references)
 
 
 def test_nothing_is_to_do_on_the_cpu(monkeypatch):
     monkeypatch.setattr(ahead, "compile_all", None)
     assert call() == call(tokens=8192) == call(accurate=True) == 0
-    given = tensors()
-    of = given["logits"], given["bias"], given["x"], None, *(given[name] for name in WEIGHTS)
-    assert prepare(fused_moe, *of, n_group=4, topk_group=2, top_k=TOP_K) == 0
+    named = tensors()
+    arguments = named["logits"], named["bias"], named["x"], None, *(named[n] for n in WEIGHTS)
+    assert prepare(fused_moe, *arguments, n_group=4, topk_group=2, top_k=TOP_K) == 0
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 2.0, True, None])
@@ -237,37 +237,37 @@ def test_a_number_of_tokens_that_is_none(tokens):
 
 
 def test_calls_that_are_wrong():
-    given = tensors()
+    named = tensors()
     with pytest.raises(TypeError, match="^expected fused_moe, experts or batched_exp"):
-        prepare(torch.add, given["x"], given["x"])
+        prepare(torch.add, named["x"], named["x"])
     with pytest.raises(TypeError, match="missing"):
-        prepare(experts, given["ids"])
-    of = (given["ids"], given["weights"], given["x"])
+        prepare(experts, named["ids"])
+    arguments = (named["ids"], named["weights"], named["x"])
     with pytest.raises(ValueError, match=r"^w2_scale: expected shape \[16, 2, 1\]"):
-        prepare(experts, *of, *(given[n] for n in WEIGHTS[:3]), given["w2_scale"][:, :1])
+        prepare(experts, *arguments, *(named[n] for n in WEIGHTS[:3]), named["w2_scale"][:, :1])
     with pytest.raises(ValueError, match=r"^out: expected dtype torch.bfloat16"):
-        call(out=torch.empty(given["x"].shape))
+        call(out=torch.empty(named["x"].shape))
     with pytest.raises(ValueError, match="at least one token, got none"):
-        prepare(experts, *(tensor[:0] for tensor in of), *(given[n] for n in WEIGHTS))
+        prepare(experts, *(tensor[:0] for tensor in arguments), *(named[n] for n in WEIGHTS))
 
 
 def test_a_call_without_pairs():
     """The call that loads a kernel's code has one token and reads no expert's weights."""
-    given = tensors()
-    weights = [given[name] for name in WEIGHTS]
-    routed = RoutedInputs(given["ids"], given["weights"], given["x"], None, *weights, 4, None)
+    named = tensors()
+    weights = [named[name] for name in WEIGHTS]
+    routed = RoutedInputs(named["ids"], named["weights"], named["x"], None, *weights, 4, None)
     one = ahead.without_pairs(routed)
     assert one.topk_ids.tolist() == [[-1] * TOP_K] and one.local_expert_offset == 0
-    assert one.topk_ids.dtype == given["ids"].dtype and one.x.shape == (1, HIDDEN)
-    fused = MoeInputs(given["logits"], given["bias"], given["x"], None, *weights, 4, 2.5)
+    assert one.topk_ids.dtype == named["ids"].dtype and one.x.shape == (1, HIDDEN)
+    fused = MoeInputs(named["logits"], named["bias"], named["x"], None, *weights, 4, 2.5)
     one = ahead.without_pairs(fused)
     assert len(one.routing_logits) == 1 and one.local_expert_offset == LARGEST_OFFSET
 
 
 @pytest.mark.parametrize("name", ["moe_fp8", "_renamed"])
 def test_the_program_of_the_processes(name, geometries, monkeypatch, tmp_path):
-    """It can be started wherever the package lies, in a directory of another name too, and what it
-    says is progress."""
+    """It runs wherever the package is, also in a directory of another name, and prints its progress
+    to stderr."""
     pickled, program = pickle.dumps(geometries[:1], protocol=0), ahead.MAIN
     if name != "moe_fp8":
         shutil.copytree(Path(ahead.__file__).parents[1], tmp_path / "torch-cuda")
@@ -275,11 +275,11 @@ def test_the_program_of_the_processes(name, geometries, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, module_from_spec(spec))
         program = importlib.import_module(f"{name}.serving.prepare").MAIN
         pickled = pickled.replace(b"moe_fp8.", name.encode() + b".")
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], input=pickled, capture_output=True,
         env={**os.environ, "PYTHONPATH": ""},
     )  # fmt: skip
-    assert made.returncode == 0 and b"1/1" in made.stderr, made.stderr
+    assert process.returncode == 0 and b"1/1" in process.stderr, process.stderr
     assert ahead.missing(geometries) == geometries[1:]
 
 
@@ -317,24 +317,24 @@ TOKENS = (1, 5, 40, 200, 700, 1500)
 
 
 @functools.cache
-def given_on_a_gpu(tokens: int) -> dict[str, torch.Tensor]:
-    """A geometry of 16 experts, of which a token has four."""
-    given = tensors(tokens, tokens, hidden=WIDE, width=256, top_k=4)
-    return {name: tensor.cuda() for name, tensor in given.items()}
+def tensors_on_a_gpu(tokens: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer with 16 experts, top 4."""
+    named = tensors(tokens, tokens, hidden=WIDE, width=256, top_k=4)
+    return {name: tensor.cuda() for name, tensor in named.items()}
 
 
 def call_on_a_gpu(kind: str, tokens: int) -> tuple[Any, tuple, dict[str, Any]]:
-    """A function, its arguments and options."""
-    given, of = given_on_a_gpu(tokens), [given_on_a_gpu(1)[name] for name in WEIGHTS]
+    """Return a function, its arguments and its options."""
+    named, weights = tensors_on_a_gpu(tokens), [tensors_on_a_gpu(1)[name] for name in WEIGHTS]
     if kind == "fused_moe":
         routing = {"n_group": 1, "topk_group": 1, "top_k": 4}
-        return fused_moe, (given["logits"], None, given["x"], None, *of), routing
-    x, options = given["x"], {"accurate": kind == "accurate"}
+        return fused_moe, (named["logits"], None, named["x"], None, *weights), routing
+    x, options = named["x"], {"accurate": kind == "accurate"}
     if kind == "fp8, scales by token":
         x, scale = quantise_rows(x)
         # `contiguous` would leave the strides of one token, which are those of both layouts.
         options["x_scale"] = scale.new_empty(scale.shape[::-1]).copy_(scale.t()).t()
-    return experts, (given["ids"].int(), given["weights"], x, *of), options
+    return experts, (named["ids"].int(), named["weights"], x, *weights), options
 
 
 @backends("gpu")
@@ -350,14 +350,14 @@ def test_nothing_is_compiled_or_loaded_afterwards(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(fused, "compiled", refuse)
     for tokens in TOKENS:
         function, arguments, options = call_on_a_gpu(kind, tokens)
-        made = function(*arguments, **options)
+        result = function(*arguments, **options)
         on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         wanted = function(*(a if a is None else a.cpu() for a in arguments), **on_cpu)
-        assert calc_diff(made.cpu(), wanted) < 1e-4
+        assert calc_diff(result.cpu(), wanted) < 1e-4
     assert prepare(function, *arguments, **options, tokens=2048) == 0
 
     function, arguments, options = call_on_a_gpu(kind, 77)  # as many as no call had
-    graph, out = torch.cuda.CUDAGraph(), made.new_full((77, WIDE), torch.nan)
+    graph, out = torch.cuda.CUDAGraph(), result.new_full((77, WIDE), torch.nan)
     with torch.cuda.graph(graph):
         function(*arguments, **options, out=out)
     graph.replay()

@@ -47,12 +47,12 @@ def test_the_ranks_together_are_one_that_has_all_experts(ranks, options):
     sizes = ["--ranks", str(ranks), "--tokens", "1", "9"]
     done = run(*sizes, *options, more_path=str(STAND_INS))
     assert done.returncode == 0, done.stderr
-    found = dict(
+    diffs = dict(
         re.findall(r"^(\d+) tokens a rank, calc_diff to one rank (\S+)$", done.stdout, re.M)
     )
-    assert list(found) == ["1", "9"]
+    assert list(diffs) == ["1", "9"]
     # Not 0: the parts of a token are rounded; and well below one part that is missing.
-    assert all(0 < float(diff) < 1e-5 for diff in found.values())
+    assert all(0 < float(diff) < 1e-5 for diff in diffs.values())
     exchange = "gloo, DeepEP" if "--deep-ep" in options else "gloo"
     assert f"{ranks} ranks (CPU, reference model, {exchange})" in done.stdout
 
@@ -91,12 +91,14 @@ def world(of_rank: Callable, ranks: int, folder: object, *arguments: Any) -> Non
     """Call `of_rank(rank, ranks, *arguments)` in a process for each rank, forked from one that has
     imported torch."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
-    given = of_rank, ranks, str(folder), *arguments
-    torch.multiprocessing.start_processes(one_of_a_world, given, ranks, start_method="forkserver")
+    process_arguments = of_rank, ranks, str(folder), *arguments
+    torch.multiprocessing.start_processes(
+        one_of_a_world, process_arguments, ranks, start_method="forkserver"
+    )
 
 
-def given_to(rank: int, ranks: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """A rank's tokens and experts; the bias is everybody's, and small, so that choices differ."""
+def rank_inputs(rank: int, ranks: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return a rank's tokens and experts. All ranks share a bias, so small that choices differ."""
     logits, _, x, x_scale, *_ = tensors_of(tokens, 100 * seed + rank)
     bias, weights = tensors_of(0)[1] / 8, tensors_of(0, seed=rank)[4:]
     experts = ranks * LOCAL
@@ -104,9 +106,9 @@ def given_to(rank: int, ranks: int, tokens: int, seed: int = 0) -> tuple[torch.T
 
 
 def added_in_order(everybody: list[tuple[torch.Tensor, ...]], **routing: Any) -> torch.Tensor:
-    """The output of all ranks' tokens: what the ranks' experts add to them, in the ranks' order."""
-    logits, _, x, _ = (torch.cat([given[i] for given in everybody]) for i in range(4))
-    x_scale = torch.cat([given[3] for given in everybody], dim=1)
+    """Return the output of all ranks' tokens. The ranks' experts are added in rank order."""
+    logits, _, x, _ = (torch.cat([inputs[i] for inputs in everybody]) for i in range(4))
+    x_scale = torch.cat([inputs[3] for inputs in everybody], dim=1)
     total = torch.zeros(x.shape)
     for rank, (_, bias, _, _, *weights) in enumerate(everybody):
         tokens = logits, bias, x, x_scale
@@ -115,7 +117,7 @@ def added_in_order(everybody: list[tuple[torch.Tensor, ...]], **routing: Any) ->
 
 
 def test_scales_of_channels(alone):
-    *tokens, w13, _, w2, _ = given_to(0, 1, 5)
+    *tokens, w13, _, w2, _ = rank_inputs(0, 1, 5)
     weights = w13, torch.rand(w13.shape[:2]), w2, torch.rand(w2.shape[:2])
     routing = {"n_group": 1, "topk_group": 1, "top_k": 2}
     output = expert_parallel_moe(*tokens, *weights, **routing)
@@ -127,20 +129,20 @@ def sum_of_rank(rank: int, ranks: int) -> None:
     are so large that the sum shows its order and its precision."""
     routing = {"n_group": 1, "topk_group": 1, "top_k": ranks}
     everybody = []
-    for of, factor in zip(range(ranks), (1, 2**20, -(2**20), 3), strict=False):
-        given = list(given_to(of, ranks, 5))
-        given[0] = torch.full((5, ranks, LOCAL), -10.0)
-        given[0][torch.arange(5), :, torch.arange(5) % LOCAL] = 0
-        given[0], given[1] = given[0].flatten(1), torch.zeros_like(given[1])
-        given[4:] = tensors_of(0)[4:]
-        given[7] = given[7] * factor
-        everybody.append(tuple(given))
+    for other, factor in zip(range(ranks), (1, 2**20, -(2**20), 3), strict=False):
+        inputs = list(rank_inputs(other, ranks, 5))
+        inputs[0] = torch.full((5, ranks, LOCAL), -10.0)
+        inputs[0][torch.arange(5), :, torch.arange(5) % LOCAL] = 0
+        inputs[0], inputs[1] = inputs[0].flatten(1), torch.zeros_like(inputs[1])
+        inputs[4:] = tensors_of(0)[4:]
+        inputs[7] = inputs[7] * factor
+        everybody.append(tuple(inputs))
     wanted = added_in_order(everybody, **routing)[5 * rank : 5 * rank + 5]
     output = expert_parallel_moe(*everybody[rank], **routing)
     assert torch.equal(output, wanted)
     parts = [
-        fused_moe(*everybody[rank][:4], *given[4:], local_expert_offset=LOCAL * of, **routing)
-        for of, given in enumerate(everybody)
+        fused_moe(*everybody[rank][:4], *inputs[4:], local_expert_offset=LOCAL * other, **routing)
+        for other, inputs in enumerate(everybody)
     ]
     assert not torch.equal(torch.stack(parts[::-1]).float().sum(0).bfloat16(), wanted)
     assert not torch.equal(sum(parts[1:], parts[0]), wanted)  # in bfloat16
@@ -154,21 +156,21 @@ def test_the_sum_is_in_float32_in_the_order_of_the_ranks(ranks, tmp_path):
 TOP_2 = {"n_group": 1, "topk_group": 1, "top_k": 2}
 
 
-def none_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """No tokens, by views of some: the strides are those of the tensors that they are views of."""
-    logits, bias, x, x_scale, *weights = given
+def none_of(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the inputs without tokens, as empty views with the strides of the full tensors."""
+    logits, bias, x, x_scale, *weights = inputs
     return logits.t().contiguous().t()[:0], bias, x[:0], x_scale[:, :0], *weights
 
 
 def in_form(name: str) -> dict[str, Any]:
-    """Arguments of one rank, one of them in another form."""
+    """Return arguments of one rank, one of them in the form `name`."""
     tokens, experts = {
         "0 tokens": (0, 4),
         "1 token": (1, 4),
         "2 experts": (1, 2),
         "3 experts": (1, 3),
     }.get(name, (9, 4))
-    logits, bias, x, x_scale, *weights = given_to(0, 1, tokens)
+    logits, bias, x, x_scale, *weights = rank_inputs(0, 1, tokens)
     # Behind the logits of 2 or 3 experts the values are not where the layer could read them.
     logits, bias = logits[:, :experts].contiguous(), bias[:experts]
     tensors = logits, bias, x, x_scale, *(tensor[:experts] for tensor in weights)
@@ -176,20 +178,20 @@ def in_form(name: str) -> dict[str, Any]:
         tensors = logits[3:4], bias, x[3:4], x_scale[:, 3:4], *weights
     if name == "none of several":
         tensors = none_of(tensors)
-    given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    arguments: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
     if name == "bfloat16 tokens":
         generator = torch.Generator().manual_seed(3)
-        given["hidden_states"] = torch.randn(9, HIDDEN, generator=generator).bfloat16()
-        given["hidden_states_scale"] = None
+        arguments["hidden_states"] = torch.randn(9, HIDDEN, generator=generator).bfloat16()
+        arguments["hidden_states_scale"] = None
     elif name == "bfloat16 logits":
-        given["routing_logits"] = logits.bfloat16()
+        arguments["routing_logits"] = logits.bfloat16()
     elif name == "float32 bias":  # that bfloat16 cannot tell apart
-        given["routing_bias"] = 7 + bias.float() / 100
+        arguments["routing_bias"] = 7 + bias.float() / 100
     elif name == "no bias":
-        given["routing_bias"] = None
+        arguments["routing_bias"] = None
     elif name == "scales by token":
-        given["hidden_states_scale"] = x_scale.t().contiguous().t()
-    return given | TOP_2 | OPTIONS.get(name, {})
+        arguments["hidden_states_scale"] = x_scale.t().contiguous().t()
+    return arguments | TOP_2 | OPTIONS.get(name, {})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -222,33 +224,33 @@ def test_one_rank_is_the_layer(alone, with_buffer, form):
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_dtensor_is_refused_by_name(alone, name):
     """A DTensor has the shape of all ranks' parts together, and no address."""
-    given = dict(zip(TENSORS, given_to(0, 1, 9), strict=True))
+    arguments = dict(zip(TENSORS, rank_inputs(0, 1, 9), strict=True))
     mesh = init_device_mesh("cpu", (1,))
-    given[name] = DTensor.from_local(given[name], mesh, [Replicate()])
+    arguments[name] = DTensor.from_local(arguments[name], mesh, [Replicate()])
     options: dict[str, Any] = dict(TOP_2)
     for layer, rank in ((fused_moe, ""), (expert_parallel_moe, "rank 0: ")):
-        wanted = f"^{rank}{name}: expected memory that a kernel can read, got DTensor"
-        with pytest.raises(ValueError, match=wanted):
-            layer(**given, **options)
+        message = f"^{rank}{name}: expected memory that a kernel can read, got DTensor"
+        with pytest.raises(ValueError, match=message):
+            layer(**arguments, **options)
 
 
 def uneven_rank(rank: int, ranks: int) -> None:
     """The first rank has no tokens; the others send each of theirs to the ranks of its experts."""
-    given = given_to(rank, ranks, 7 * rank) if rank else none_of(given_to(rank, ranks, 5))
-    weights = [torch.cat(of) for of in zip(*(given_to(r, ranks, 0)[4:] for r in range(ranks)),
-                                           strict=True)]  # fmt: skip
+    inputs = rank_inputs(rank, ranks, 7 * rank) if rank else none_of(rank_inputs(rank, ranks, 5))
+    weights_of_ranks = (rank_inputs(r, ranks, 0)[4:] for r in range(ranks))
+    weights = [torch.cat(parts) for parts in zip(*weights_of_ranks, strict=True)]
     routing = {"n_group": 6, "topk_group": 2, "top_k": 3}
     buffer = deep_ep_buffer(ranks * LOCAL, HIDDEN)
     sent, dispatch = [], buffer.dispatch
     buffer.dispatch = lambda *args, **named: sent.append(named) or dispatch(*args, **named)
-    output = expert_parallel_moe(*given, **routing, buffer=buffer)
-    wanted = fused_moe(*given[:4], *weights, **routing)
+    output = expert_parallel_moe(*inputs, **routing, buffer=buffer)
+    wanted = fused_moe(*inputs[:4], *weights, **routing)
     assert output.shape == wanted.shape == (7 * rank, HIDDEN)
     assert calc_diff(output, wanted) < 1e-5
 
     def ranks_of(topk_group: int) -> torch.Tensor:
         shape = replace(SHAPE, num_experts=ranks * LOCAL, **routing | {"topk_group": topk_group})
-        experts = choose_experts(*given[:2], 1.0, shape)[0]
+        experts = choose_experts(*inputs[:2], 1.0, shape)[0]
         return torch.stack([(experts // LOCAL == r).any(1) for r in range(ranks)], dim=1)
 
     assert torch.equal(sent[0]["is_token_in_rank"], ranks_of(2))
@@ -260,11 +262,11 @@ def test_deep_ep_sends_a_token_to_the_ranks_of_its_experts(tmp_path):
 
 
 def rank_of_a_subgroup(rank: int, ranks: int) -> None:
-    """Two layers side by side, each over two of the ranks, of as many tokens as it likes."""
+    """Two layers run at once, each over two of the ranks and with its own number of tokens."""
     groups = [dist.new_group([first, first + 2]) for first in range(2)]
     mine, group, tokens = rank // 2, groups[rank % 2], 3 + rank % 2
     routing = {"n_group": 4, "topk_group": 2, "top_k": 3}
-    everybody = [given_to(of, 2, tokens, seed=1 + rank % 2) for of in range(2)]
+    everybody = [rank_inputs(member, 2, tokens, seed=1 + rank % 2) for member in range(2)]
     wanted = added_in_order(everybody, **routing)[tokens * mine :][:tokens]
     gather, dist.all_gather_object = dist.all_gather_object, None  # slow, only for what is wrong
     assert torch.equal(expert_parallel_moe(*everybody[mine], **routing, group=group), wanted)
@@ -290,9 +292,9 @@ def twice(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def wider(dims: list[int | None]) -> dict[str, Callable]:
-    """Twice as large a dimension of each tensor that has one here."""
-    given = zip(TENSORS, dims, strict=True)
-    return {name: twice(dim) for name, dim in given if dim is not None}
+    """Return changes that double one dimension of a tensor, by its name. None: no change."""
+    pairs = zip(TENSORS, dims, strict=True)
+    return {name: twice(dim) for name, dim in pairs if dim is not None}
 
 
 SAME = "expected the same on every rank, got"
@@ -359,15 +361,15 @@ REFUSED: dict[str, tuple[dict[int, dict[str, Callable]], str]] = {
 
 def refused_rank(rank: int, ranks: int, folder: object) -> None:
     """Write the message that a rank gets in every case; the last call succeeds."""
-    usual = dict(zip(TENSORS, given_to(rank, ranks, 5), strict=True))
+    usual = dict(zip(TENSORS, rank_inputs(rank, ranks, 5), strict=True))
     options = {"n_group": 6, "topk_group": 2, "top_k": 3}
     messages = {}
     for name, (changes, _) in REFUSED.items():
-        given: dict[str, Any] = usual | options
+        arguments: dict[str, Any] = usual | options
         for argument, change in changes.get(rank, {}).items():
-            given[argument] = change(given.get(argument))
+            arguments[argument] = change(arguments.get(argument))
         try:
-            expert_parallel_moe(**given)
+            expert_parallel_moe(**arguments)
         except ValueError as error:
             messages[name] = str(error)
     assert expert_parallel_moe(**usual, **options).shape == (5, HIDDEN)

@@ -52,8 +52,8 @@ def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
 @pytest.mark.parametrize(("engine", "group"), GROUPS.items())
 def test_the_entry_points(engine, group):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    _, found = text.split(f'[project.entry-points."{group}"]\n')
-    assert found.startswith(f'moe_fp8 = "moe_fp8.serving.{engine}:register"\n')
+    _, section = text.split(f'[project.entry-points."{group}"]\n')
+    assert section.startswith(f'moe_fp8 = "moe_fp8.serving.{engine}:register"\n')
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_what_a_base_class_of_an_engine_has_otherwise():
         value = property(lambda self: 2)
         no_property = property(lambda self: 2)
 
-    found = plugins.overridden_otherwise(Ours, Base)
-    assert found == ["Base.gone", "Base.no_property", "Base.other", "Base.wanted"]
+    names = plugins.overridden_otherwise(Ours, Base)
+    assert names == ["Base.gone", "Base.no_property", "Base.other", "Base.wanted"]
 
 
 @pytest.mark.parametrize("version", ["dev", "0.1.dev20073+g8e685d198", "0.26.0"])

@@ -49,15 +49,15 @@ class Job(NamedTuple):
 
 def shipped(target: str) -> list[Job]:
     """Return the jobs of all configs: the layer with one and two terms, and the GEMM alone."""
-    of = architectures.of_target(target)
+    architecture = architectures.of_target(target)
     layers = dict.fromkeys(
-        Job(of.choose_layer(tokens, DEEPSEEK_V3, terms), terms)
+        Job(architecture.choose_layer(tokens, DEEPSEEK_V3, terms), terms)
         for terms in (1, 2)
         for tokens in TOKENS
     )
     shapes = LAYER_SHAPES.values()
     alone = dict.fromkeys(
-        Job((of.choose(rows, n, k, even=even, experts=experts),))
+        Job((architecture.choose(rows, n, k, even=even, experts=experts),))
         for (n, k), even, experts in itertools.product(shapes, (False, True), (None, 1, 8, 32))
         for rows in ROWS
     )
@@ -164,8 +164,8 @@ def compile_job(job: Job) -> None:
 
 
 def main() -> None:
-    """All jobs of this GPU; the exit status is 1 where one is wrong."""
+    """Run all jobs of this GPU. The exit status is 1 if one of them is wrong."""
     device = torch.device("cuda:0")
     target = architectures.of_device(device).target
-    found = list(wrong(shipped(target), OF_THE_LAYER, device))
-    sys.exit("\n".join(found) or 0)
+    errors = list(wrong(shipped(target), OF_THE_LAYER, device))
+    sys.exit("\n".join(errors) or 0)

@@ -81,13 +81,13 @@ class Facts:
 
 
 def nvdisasm() -> str | None:
-    """The disassembler, None where there is none."""
-    found = shutil.which("nvdisasm")
+    """Return the path of nvdisasm, or None if it is not installed."""
+    path = shutil.which("nvdisasm")
     spec = importlib.util.find_spec("triton")
-    if found is None and spec is not None and spec.origin is not None:
+    if path is None and spec is not None and spec.origin is not None:
         own = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-        found = str(own) if own.is_file() else None
-    return found
+        path = str(own) if own.is_file() else None
+    return path
 
 
 def disassemble(cubin: bytes) -> dict[str, str]:
@@ -284,11 +284,11 @@ def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[froz
 
 
 def _successors(lines: list[Line], labels: dict[str, int]) -> list[set[int]]:
-    """Return, by instruction, those that may be next; too many rather than too few."""
+    """Return the possible successors of every instruction: too many rather than too few."""
     meeting: dict[str, set[int]] = {}  # by BSSY's barrier: where BSYNC goes on
     for line in lines:
-        if line.is_one_of("BSSY") and (found := re.search(r"(B\d+), `\(([^)]+)\)", line.rest)):
-            meeting.setdefault(found[1], set()).add(labels[found[2]])
+        if line.is_one_of("BSSY") and (match := re.search(r"(B\d+), `\(([^)]+)\)", line.rest)):
+            meeting.setdefault(match[1], set()).add(labels[match[2]])
     after_calls = {i + 1 for i, line in enumerate(lines) if line.is_one_of("CALL")}
     successors: list[set[int]] = []
     for i, line in enumerate(lines):
@@ -372,7 +372,7 @@ def round_trips(text: str) -> list[Line]:
 
 
 def serialised_mma(text: str) -> list[Line]:
-    """The MMA before which something waits that is not for operands: for these a K block waits
+    """Return the MMAs that wait for something other than operands. A K block waits for its operands
     before its first MMA, which overwrites the accumulator.
 
     The tensor cores are idle from an MMA's end until the next one begins. On Hopper ptxas waits for
@@ -382,20 +382,20 @@ def serialised_mma(text: str) -> list[Line]:
     """
     lines, _ = _parse(text)
     on_hopper = any(line.is_one_of(WGMMA) for line in lines)
-    found = []
+    serialised = []
     overwrote = waits = False  # the MMA before; what stands between it and this one
     for line in lines:
         if line.is_one_of(WGMMA, MMA):
             waits |= not on_hopper and line.waits != 0
             overwrites = "!UPT" in line.rest
             if waits and (overwrote or not overwrites):
-                found.append(line)
+                serialised.append(line)
             overwrote, waits = overwrites, False
         elif on_hopper:
             waits |= line.is_one_of(OF_WGMMA)
         else:
             waits |= line.waits != 0 or line.is_one_of("SYNCS", "BAR", "BRA")
-    return found
+    return serialised
 
 
 def local_in_loops(text: str) -> list[Line]:

@@ -49,8 +49,8 @@ def workload(length: int, uuid: str) -> Trace:
         "w": {"type": "random"},
         "factor": {"type": "scalar", "value": 2.0},
     }
-    found = {"axes": {"seq_len": length}, "inputs": inputs, "uuid": uuid}
-    return Trace.model_validate({"definition": DEFINITION, "workload": found})
+    fields = {"axes": {"seq_len": length}, "inputs": inputs, "uuid": uuid}
+    return Trace.model_validate({"definition": DEFINITION, "workload": fields})
 
 
 def solution(name: str, content: str = RIGHT, dps: bool = True) -> Solution:
@@ -86,17 +86,17 @@ def json_of(trace: Trace) -> dict:
 def measure(
     monkeypatch: Any, ours: list[Solution], lengths: tuple[int, ...], what: str
 ) -> Callable[..., int]:
-    """`measure WHAT` with more arguments, on a data set of these lengths, these solutions of ours
-    and one of somebody else, on the CPU 'GPU A'."""
+    """Return a function that runs `measure WHAT` with more arguments on the CPU, named 'GPU A'. The
+    data set has these lengths, these solutions of ours and a foreign one."""
     import flashinfer_bench.utils
 
     from scripts import measure
     from scripts.measuring import cases
 
     def load(root: Path, definition: object) -> tuple[TraceSet, list[Solution]]:
-        found = trace_set(lengths=lengths)
-        found.solutions[DEFINITION] = [*ours, THEIRS]
-        return found, list(ours)
+        data_set = trace_set(lengths=lengths)
+        data_set.solutions[DEFINITION] = [*ours, THEIRS]
+        return data_set, list(ours)
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["measure.py", what, "--cpu", *arguments])
@@ -106,7 +106,7 @@ def measure(
     for module in (cases, flashinfer_bench.utils):
         monkeypatch.setattr(module, "hardware_from_device", lambda device: "GPU A")
     monkeypatch.setattr(cases, "own_hashes", lambda packed: own)
-    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, found: None)
+    monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(cases, "load_with_ours", load)
     run.hashes = {s.name: s.hash() for s in (*ours, THEIRS)}  # type: ignore[attr-defined]
     return run

@@ -52,19 +52,19 @@ def write(path: Path, lines: list) -> Path:
 
 
 def write_traces(path: Path, traces: list[dict], *measurements: list[dict]) -> Path:
-    """And the measurements beside them, with the rows of `clocked` traces; without any, the rows
-    that are there stay."""
+    """Write traces, and beside them the rows of `clocked` traces and of measurements. If there are
+    none, an existing rows.jsonl stays."""
     of_all = [lines for t in traces for lines in t.get("beside", [])] + list(measurements)
     if of_all:
         write(path.with_name("rows.jsonl"), [line for lines in of_all for line in lines])
-    own = [{key: of for key, of in t.items() if key != "beside"} for t in traces]
+    own = [{key: value for key, value in t.items() if key != "beside"} for t in traces]
     return write(path, own)
 
 
 def clocked(solution: str, length: int, harness: float, device: float, **options: Any) -> dict:
-    """A trace, and beside it the rows of both clocks."""
+    """Return a trace with the rows of both clocks, which `write_traces` writes beside it."""
     method = options.pop("method", "graph")
-    made = trace(solution, length, harness, **options)
+    one_trace = trace(solution, length, harness, **options)
     case = {"subject": solution, "uuid": UUIDS[length], "tokens": length}
     case["hash"] = options.get("libs", {}).get("solution_hash", "")
 
@@ -73,8 +73,8 @@ def clocked(solution: str, length: int, harness: float, device: float, **options
         return case | {"clock": clock, "value": ms, **spread}
 
     rows = [figures("device", device, 0.02) | {"method": method}, figures("harness", 9.0, 0.2)]
-    beside = measurement("times", rows, options.get("hardware", "GPU A"))
-    return made | {"beside": [beside]}
+    lines = measurement("times", rows, options.get("hardware", "GPU A"))
+    return one_trace | {"beside": [lines]}
 
 
 RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
@@ -85,7 +85,7 @@ COUNTS = {
 
 
 def measurement(name: str, rows: list[dict], hardware: str = "GPU A", **more: Any) -> list[dict]:
-    """The lines of a measurement in rows.jsonl."""
+    """Return the lines of a measurement in rows.jsonl."""
     captured = {"time": "2026-01-02T00:00:00+00:00"}
     head = {
         "id": f"{name} {len(rows)} {hardware}",
@@ -93,8 +93,8 @@ def measurement(name: str, rows: list[dict], hardware: str = "GPU A", **more: An
         "hardware": hardware,
         "method": "m",
     }
-    of = {"of": head["id"], "subject": "x"}
-    return [head | {"environment": captured} | more, *(of | row for row in rows)]
+    defaults = {"of": head["id"], "subject": "x"}
+    return [head | {"environment": captured} | more, *(defaults | row for row in rows)]
 
 
 def roofline(hardware: str = "GPU A") -> list[dict]:

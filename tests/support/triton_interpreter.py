@@ -8,7 +8,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def rounded(source: np.ndarray, given, wanted, mode) -> np.ndarray:
-    """Bits of a float type to bits of another, to nearest even."""
+    """Convert the bits of one float type to another, rounding to nearest even."""
     types_ = {
         "fp8e4nv": torch.float8_e4m3fn,
         "bf16": torch.bfloat16,

@@ -63,8 +63,8 @@ class Buffer:
             total[of_rank] += part.float()
         return total.bfloat16(), None, None
 
-    def _exchange(self, to, given, received, sent):
-        to_bytes, given_bytes = to.view(torch.uint8), given.contiguous().view(torch.uint8)
+    def _exchange(self, to, source, received, sent):
+        to_bytes, source_bytes = to.view(torch.uint8), source.contiguous().view(torch.uint8)
         dist.all_to_all_single(
-            to_bytes, given_bytes, received.tolist(), sent.tolist(), group=self.group
+            to_bytes, source_bytes, received.tolist(), sent.tolist(), group=self.group
         )

@@ -104,10 +104,11 @@ class LLM:
 
     def output(self, prompt, sampling):
         seed = zlib.crc32(bytes(str(prompt), "ascii"))
-        made = [(seed + 7 * n) % 100 for n in range(sampling.max_tokens)]
-        logprobs = [{t: SimpleNamespace(logprob=-t / 100)} for t in made]
+        token_ids = [(seed + 7 * n) % 100 for n in range(sampling.max_tokens)]
+        logprobs = [{t: SimpleNamespace(logprob=-t / 100)} for t in token_ids]
         return SimpleNamespace(
-            token_ids=made, logprobs=logprobs if getattr(sampling, "logprobs", None) == 0 else None
+            token_ids=token_ids,
+            logprobs=logprobs if getattr(sampling, "logprobs", None) == 0 else None,
         )
 
     def layer(self, tokens: int):
@@ -116,8 +117,8 @@ class LLM:
         generator = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
         ids = torch.randint(EXPERTS, (tokens, TOP_K), generator=generator, dtype=torch.int32)
-        of, weights = self.model, torch.rand(tokens, TOP_K, generator=generator)
+        model, weights = self.model, torch.rand(tokens, TOP_K, generator=generator)
         experts(
-            ids, weights, x, of.w13_weight, of.w13_weight_scale_inv, of.w2_weight,
-            of.w2_weight_scale_inv, accurate=os.environ["MOE_FP8_VLLM"] == "accurate",
+            ids, weights, x, model.w13_weight, model.w13_weight_scale_inv, model.w2_weight,
+            model.w2_weight_scale_inv, accurate=os.environ["MOE_FP8_VLLM"] == "accurate",
         )  # fmt: skip
