@@ -448,8 +448,7 @@ class GemmSm100:
         scales = cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
         acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
-            # Must come before the wait for the accumulator, or their latency does not hide behind
-            # it.
+            # Must come before the wait for the accumulator, which hides the latency of these loads.
             sfa_pipeline.consumer_wait(sfa_state)
             self._load_scales(scales, operands, thread, kb, sfa_state.index)
             acc_pipeline.consumer_wait(acc_state)
@@ -567,7 +566,7 @@ class GemmSm100:
 
     @cute.jit
     def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
-        """Write a tile's weight scales where all lanes of the warp find them."""
+        """Write a tile's weight scales to shared memory, where all lanes of the warp find them."""
         cute.arch.sync_warp()  # must come before the writes: all lanes have read the last tile's
         for half in cutlass.range_constexpr(self.halves):
             for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
