@@ -324,10 +324,11 @@ def _scaled_product(
 ) -> torch.Tensor:
     """Return the scaled product, float32 [m, n]."""
     m, (n, k) = a.shape[0], b.shape
-    # torch may multiply float32 in TF32 or bfloat16. Both represent one FP8 value exactly, bfloat16
-    # not the sum of two terms. The order of a block's sum is undefined. On a GPU float64 is cheap
-    # enough and makes the sum exact: it is rounded once.
-    dtype = torch.float64 if a.is_cuda else torch.float32
+    # torch may multiply float32 in TF32 or, at the precision "medium", in bfloat16. Both represent
+    # one FP8 value exactly, bfloat16 not the sum of two terms. The order of a block's sum is
+    # undefined. On a GPU float64 is cheap enough and makes the sum exact: it is rounded once.
+    is_rounded = a.shape[1] > k and torch.get_float32_matmul_precision() == "medium"
+    dtype = torch.float64 if a.is_cuda or is_rounded else torch.float32
     values = sum(a.to(dtype).split(k, dim=1))  # two FP8 terms add up exactly in either type
     a_blocks = values.reshape(m, k // BLOCK, BLOCK).transpose(0, 1)
     b_blocks = b.to(dtype).view(n, k // BLOCK, BLOCK).permute(1, 2, 0)

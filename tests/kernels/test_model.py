@@ -99,6 +99,22 @@ def test_grouped_gemm_multiplies_the_scales_first():
     assert (out == 0).all()
 
 
+def test_grouped_gemm_sums_two_terms_exactly_at_any_precision():
+    """1 + 2**-9 needs ten bits: torch rounds it to 1 where "medium" multiplies in bfloat16."""
+    terms = torch.cat([torch.ones(128, 128), torch.full((128, 128), 2.0**-9)], dim=1)
+    b = torch.ones(1, 128, 128)
+    out = torch.empty(128, 128)
+    layout = batched_rows(torch.tensor([128], dtype=torch.int32), 128)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        scales = torch.ones(1, 128), torch.ones(1, 1, 1)
+        reference.grouped_gemm(terms.to(FP8), scales[0], b.to(FP8), scales[1], out, layout)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert (out == 128 * (1 + 2.0**-9)).all()
+
+
 def test_layouts_differ_in_places_only():
     """The same rows batched, aligned with gaps, and flat with rows that belong to no expert."""
     counts, max_rows, n, k = [3, 0, 130, 1], 256, 256, 256
