@@ -51,7 +51,7 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
 """By compute capability."""
 
 GPUS = {"h100": (HOPPER, 132), "h200": (HOPPER, 132), "b200": (BLACKWELL, 148)}
-"""The architecture and the multiprocessors of GPUs, in their SXM form."""
+"""GPUs in their SXM form: the architecture and the number of multiprocessors."""
 
 
 @functools.cache  # asked in every call of a layer
@@ -99,7 +99,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -45,12 +45,12 @@ TMEM_COLUMNS = 512
 """Columns of a multiprocessor's tensor memory, of 128 lanes of 4 bytes each."""
 TMEM_LOAD_COLUMNS = 64
 """Accumulator columns that a consumer thread reads from tensor memory at once. Its registers have
-room for no more beside as many sums."""
+no room for more beside up to 128 sums."""
 STAGED_COLUMNS = 32
 """Columns of a warp's rows that go through shared memory at once on their way out (Blackwell)."""
 MAX_ACCUMULATORS = 4
-"""K blocks in tensor memory. With two the next K block's MMA runs while one is promoted. More let
-the MMA run on while a tile is stored."""
+"""K blocks in tensor memory, at most. With two the next K block's MMA runs while one is promoted.
+More let the MMA run on while a tile is stored."""
 
 
 class Schedule(enum.Enum):
@@ -78,7 +78,8 @@ class GemmConfig:
         swap_ab: weights take the MMA's rows and tokens its columns, for few rows.
         schedule: which cluster computes which tile.
         terms: FP8 values that an element of A is the sum of. Both multiply the same B. Sums of two
-            terms are stored in float32: rounding them would cost what the second term gains.
+            terms are stored from registers. The fused layer takes them in float32: rounding them
+            would cost what the second term gains. The batched layer's output is bfloat16.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for a plain store.
         evict_first: weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, the weights of up to three experts arrive sooner, those of seven
@@ -172,7 +173,7 @@ class GemmConfig:
 
     @property
     def row_step(self) -> int:
-        """Rows in steps of which an expert's rows are divided among its tiles."""
+        """An expert's rows are divided among its tiles in steps of this many rows."""
         return self.tile_m * self.cluster_m
 
     @property
@@ -218,7 +219,7 @@ class GemmConfig:
 
     @property
     def sfa_rows(self) -> int:
-        """Token scales of one K block: those of the tile, up to 3 before it and 1 after it."""
+        """Token scales of one K block: those of the tile and 4 more, up to 3 of them before it."""
         return self.tile_m + TMA_ROWS
 
     @property
@@ -237,7 +238,7 @@ class GemmConfig:
 
     @property
     def staging_bytes(self) -> int:
-        """Shared memory of the epilogue: the tile in bfloat16, nothing where float32 is stored."""
+        """Shared memory of the epilogue: the tile in bfloat16, nothing with two terms."""
         return self.tile_m * self.tile_n * 2 if self.terms == 1 else 0
 
     @property
@@ -271,7 +272,8 @@ class GemmConfigSm90(GemmConfig):
             would cover all K blocks, one.
         gathers: the layer's first GEMM gathers its rows, as with `swap_ab`. Without it a permute
             kernel brings them together first.
-        slices: empty 64-row slices of a tile are not loaded. Without `swap_ab` and `gathers`.
+        slices: empty 64-row slices of a tile are not loaded. Without `swap_ab` and `gathers`, with
+            more than 64 rows.
     """
 
     overlap: bool = False
@@ -328,8 +330,8 @@ class GemmConfigSm90(GemmConfig):
         return self.tile_m * row + 16 * self.consumer_warpgroups
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm90":
-        """This config for an epilogue that makes `terms` FP8 terms of up and gate; `few`: its tiles
-        would give work to less than half of the GPU."""
+        """This config for an epilogue that makes `terms` FP8 terms of up and gate; `few`, for
+        Blackwell: its tiles would give work to less than half of the GPU."""
         # Pairs of CTAs make the 128 columns of a scale.
         return replace(self, cluster_n=2, quantises=terms)
 
@@ -359,7 +361,7 @@ class GemmConfigSm100(GemmConfig):
     producer_warpgroups = 2
     """One that loads, as on Hopper, and one with the MMA and the token scales."""
     split_sfa = True
-    """Scales are read after the MMA, when their stage of rows may have been filled again."""
+    """Scales may be read after the MMA, when their stage of rows may have been filled again."""
     stage_readers = 1
     """The MMA."""
 
@@ -424,12 +426,13 @@ class GemmConfigSm100(GemmConfig):
 
     @property
     def staging_bytes(self) -> int:
-        """Shared memory of the epilogue: FP8 terms and maxima; the tile in bfloat16 or a part."""
+        """Shared memory of the epilogue: FP8 terms, maxima and, by pairs, the other CTA's sums;
+        without `quantises` the tile in bfloat16 or a part."""
         if self.quantises:
             rows = self.tile_m // 2 if self.by_pairs else self.tile_m
             sums = 2 * 4 * UMMA_M if self.by_pairs else 0  # of the other CTA, two buffers
-            row = (BLOCK + 16) * self.quantises + 4 * self.consumer_warps + sums
-            return rows * row + 16
+            row = (BLOCK + 16) * self.quantises + sums
+            return rows * row + self.tile_m * 4 * self.consumer_warps + 16
         if self.swap_ab or self.terms > 1:
             return super().staging_bytes
         return self.consumer_warpgroups * self.tile_m * STAGED_COLUMNS * 2
@@ -454,8 +457,9 @@ class LayerRules(NamedTuple):
       one of GEMM1 is done.
     - GEMM1 gathers its rows. With small tiles it runs in whole waves, so that GEMM2 starts on the
       SMs left over.
-    With more rows a permute kernel runs before GEMM1. It pays from fewer rows on than the larger
-    tile does in the GEMM alone (`larger`), unless so few columns (`gathered`) read each row.
+    With more rows a permute kernel runs before GEMM1, unless so few columns (`gathered`) read each
+    row that GEMM1 gathers it. In the layer larger tiles pay from fewer rows on than in the GEMM
+    alone (`larger`).
 
     GEMM2 is dynamic where it starts while GEMM1 runs, because its CTAs start at different times.
     With few K blocks a tile, asking for each tile costs more than the early start gains: then GEMM2

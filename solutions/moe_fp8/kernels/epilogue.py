@@ -12,7 +12,7 @@ With a weight scale for each channel the GEMM also calls `copy_channels` before 
 `store` runs in the warps that hold the sums, between two tiles, while the loading warps fill stages
 for the next tile. What it stages:
 
-    StoreBf16        sums -> bf16, staged by stmatrix -> TMA, or row by row at an expert's end
+    StoreBf16        sums -> bf16, staged -> TMA, or row by row at an expert's end
     StoreRegisters   sums -> global memory, nothing staged
     SwigluEpilogue   sums -> SwiGLU -> FP8 terms, staged -> 16 bytes a thread
 
@@ -107,8 +107,9 @@ class Staging(NamedTuple):
 class StoreBf16:
     """Round the sums to bfloat16 and store the rows of the tile's expert.
 
-    A warpgroup's part goes through shared memory (stmatrix). With all its rows it leaves by TMA,
-    while the warpgroup goes on to its next tile. A part in which its expert ends leaves row by row.
+    A warpgroup's part goes through shared memory (on Hopper by stmatrix). With all its rows it
+    leaves by TMA, while the warpgroup goes on to its next tile. A part in which its expert ends
+    leaves row by row.
     """
 
     tma_store = True
@@ -153,7 +154,7 @@ class StoreBf16:
             barrier_id=NamedBarrierId.STAGING + warpgroup, num_threads=WARPGROUP
         )
         if local == 0:
-            # TMA has read the last tile's rows; the barrier below tells the other threads.
+            # Wait until TMA has read the last tile's rows; the barrier below tells the others.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         to_smem = self.acc_map.staged_copy(tiled_mma, thread)
         # ((values of an stmatrix, 1), 1, stmatrix): the values are (2, 2, 2), of four 8x8 matrices,
@@ -284,8 +285,8 @@ class SwigluEpilogue:
 
     A scale covers a row's 128 columns. With two terms the rounding error of the first FP8 value is
     a second one, stored behind the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. The
-    error is at most 1/16 of the value and needs no scale of its own: 2^-10, where FP8 ends, is 2e-6
-    of the largest value.
+    error is at most 1/16 of the value and needs no scale of its own: 2^-10, up to which FP8
+    rounds to 0, is 2e-6 of the largest value.
 
     The arithmetic is that of `SwigluQuant`, but up and gate are not rounded. A row's bits depend
     neither on the other rows nor on the config or the architecture.
@@ -342,7 +343,7 @@ class SwigluEpilogue:
         return amax
 
     def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
-        """Make the values' FP8 term; before a later term, what the one before leaves of them."""
+        """Round the values to an FP8 term. Before a later term, subtract the previous one."""
         if term > 0:
             values.store(values.load() - quantised.load().to(Float32))
         quantised.store(values.load().to(Float8E4M3FN))

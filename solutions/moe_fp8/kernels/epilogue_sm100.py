@@ -1,7 +1,7 @@
 """Epilogues on Blackwell: store a tile's sums, rounded to bfloat16 or as FP8 values after SwiGLU.
 
-The consumer warps run them, as the `store` hook of `epilogue`. A thread has one row of the
-accumulator.
+The consumer warps run them, as the `store` hook of `epilogue`. A thread has one lane of
+tensor memory, a row of the accumulator.
 
     StoreByWarp               each warp stages and stores its 32 rows alone
     SwigluEpilogueSm100       all consumer warps: maxima, then FP8 terms through shared memory
@@ -179,16 +179,16 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         """Stage where tokens are accumulator columns: a thread has one column of the result, of all
         tokens."""
         warp, tokens = thread // WARP, self.rows
-        c = cute.make_rmem_tensor(tokens, Float32)  # (rows,) of one column, as the next three
+        c = cute.make_rmem_tensor(tokens, Float32)  # (rows,) of one column, as the next two
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
             c[i] = self.activated(sums, i, tokens + i)
-            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
+            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
             bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
             if thread % WARP == i % WARP:
                 staging.amax[warp, i] = bits[i]
-        # As in `_stage_row`.
+        # Must come before `_largest` and the writes below, as in `_stage_row`.
         barrier.arrive_and_wait()
         for i in cutlass.range_constexpr(tokens):
             bits[i] = self._largest(staging, Int32(i))
@@ -196,7 +196,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
             if thread == i and i < tile.rows:
                 output.scale[tile.n_tile, tile.row + i] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
-        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
+        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (rows,)
         for t in cutlass.range_constexpr(self.terms):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):

@@ -1,7 +1,7 @@
 """GEMM1's epilogue on Hopper: makes FP8 values of a tile's sums by SwiGLU and stores them.
 
-All consumer warps run it, as the `store` hook of `epilogue`. The two CTAs of a cluster have 64
-columns of the 128 that share a scale, so they exchange the rows' maxima:
+All consumer warps run it, as the `store` hook of `epilogue`. The two CTAs of a cluster
+each have 64 of the 128 columns that share a scale, so they exchange the rows' maxima:
 
     activate     c = silu(gate) * up, in registers; maxima of this CTA's columns
     send         maxima to the other CTA's `theirs`, by st.async (`PairExchange`)
@@ -135,7 +135,8 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         for i in cutlass.range_constexpr(16 * self.pieces // WARP):
             p = i * WARP + lane
             self._store_piece(output, staging, tile, first + p // self.pieces, p % self.pieces)
-        cute.arch.sync_warp()  # must come before the next tile's rows, or they overwrite these
+        # Must come before the announcement and the next tile's rows: all lanes have stored these.
+        cute.arch.sync_warp()
         if cutlass.const_expr(output.counts is not None):
             if lane == 0:
                 self._announce_rows(output, tile, first, 16)
@@ -149,13 +150,13 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         threads, rows = self.warps * WARP, self.config.tile_m
         tokens = rows // 4
         barrier = pipeline.NamedBarrier(barrier_id=NamedBarrierId.STAGING, num_threads=threads)
-        c = cute.make_rmem_tensor(tokens, Float32)  # (tile_m / 4 tokens,), as the next three
+        c = cute.make_rmem_tensor(tokens, Float32)  # (tile_m / 4 tokens,), as the next two
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
             c[i] = self.activated(sums, v, v + 2)
-            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # not a NaN
+            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
             # The eight lanes with equal lane % 4 have a token's 8 columns of this warp.
             for distance in cutlass.range_constexpr(2, 5):
                 other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
@@ -180,7 +181,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
-        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)
+        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (tile_m / 4 tokens,)
         for t in cutlass.range_constexpr(self.terms):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):

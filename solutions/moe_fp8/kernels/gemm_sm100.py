@@ -13,7 +13,8 @@ persistent CTA computes one tile of D after another:
 Three pipelines connect them, each with one K block a stage:
 
     pipeline       full                         empty
-    ab_pipeline    bytes of A and B             one commit of the MMA
+    ab_pipeline    bytes or arrivals of A,      one commit of the MMA, also of the CTAs that share
+                   bytes of B                   this CTA's copies
     sfa_pipeline   bytes or arrivals of SFA     every consumer warp
     acc_pipeline   one commit of the MMA        every consumer warp, when it has read its columns,
                                                 in all CTAs that share the MMA
@@ -96,7 +97,7 @@ class TileOperands(NamedTuple):
     """The operands of a tile's sums."""
 
     pipes: Pipelines
-    tmem: cute.Pointer  # first accumulator, at this warp's lanes and this warpgroup's columns
+    tmem: cute.Pointer  # first accumulator, at lane 0 and this warpgroup's first column
     sSFA: cute.Tensor  # (sfa_rows, 1, sfa_stages) f32, from the tile's first row on
     sSFB: cute.Tensor  # (k_blocks, halves) f32: this warp's
 
@@ -255,7 +256,8 @@ class GemmSm100:
         # cluster for all of them, or another CTA may arrive at a barrier that does not exist yet.
         pipes = self._pipelines(storage)
         if cutlass.const_expr(c.cluster_size > 1):
-            cute.arch.sync_threads()  # the cluster's barrier does not order shared memory
+            # The pipeline's cluster barrier is a relaxed one: it does not order shared memory.
+            cute.arch.sync_threads()
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
 
@@ -470,8 +472,8 @@ class GemmSm100:
     def _promote(self, operands: TileOperands, state, acc, scales, thread: Int32):
         """Compute acc += scale * accumulator; free the stage of scales and the accumulator.
 
-        As many columns as a thread's registers have room for are read from tensor memory at once,
-        with one wait. Meanwhile the scales are freed.
+        Read as many columns of tensor memory at once as a thread's registers have room for. Free
+        the scales while the first read is in flight.
         """
         acc_state, sfa_state = state
         columns = self.config.consumer_columns
@@ -507,7 +509,7 @@ class GemmSm100:
             self._add(acc, accum, scales, i * width)
 
     def _add(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor, first: int) -> None:
-        """Compute acc[first + v] += scale * accum[v], two at a time, each product rounded once."""
+        """Compute acc[first + v] += scale * accum[v], two at a time, each rounded once (FMA)."""
         for v in range(0, cute.size(accum), 2):
             pair_scales = []
             for i in (first + v, first + v + 1):
@@ -601,7 +603,7 @@ class AccumulatorSm100:
         self.staged_parts = UMMA_M // EPILOGUE_N
 
     def mma_order(self, tokens: Any, weights: Any) -> tuple[Any, Any]:
-        """Return (A, B) of the MMA."""
+        """Return (A, B) of the MMA. Its own inverse: (A, B) gives (tokens, weights)."""
         return (weights, tokens) if self.swap_ab else (tokens, weights)
 
     def tiled_mma(self) -> cute.TiledMma:

@@ -138,7 +138,7 @@ class GemmSm90:
         b: cute.Tensor,  # (experts, n, k) e4m3
         # (experts, n / 128, k / 128) f32, or u8: see `float_scale`; `per_channel` (experts, n, 1)
         sfb: cute.Tensor,
-        out,  # (rows, n) bf16, of two terms f32; with `quantises` the fields of `Quantised`
+        out,  # (rows, n) bf16, with two terms f32 or bf16; with `quantises` `Quantised`
         expert_rows: cute.Tensor,  # (2, experts) i32: first row, end
         counter: cute.Tensor,  # (any) i32, zero; used by a dynamic schedule only
         num_ctas: Int32,

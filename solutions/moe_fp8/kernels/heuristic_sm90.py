@@ -87,7 +87,7 @@ LAYER = LayerRules(
 
 
 def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -> GemmConfigSm90:
-    """Return the smallest tile that still needs one wave, if it is smaller than the config's. A
+    """Return the last config of `SMALLER` whose tiles fit one wave, `config` if there is none. A
     wave takes as long as one tile, however many tiles it has."""
     for smaller in SMALLER:
         m_tiles = math.ceil(rows / smaller.tile_m)

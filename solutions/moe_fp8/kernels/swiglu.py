@@ -1,8 +1,9 @@
 """SwiGLU and FP8: computes both for GEMM1's epilogue and other kernels, and as a kernel alone.
 
 `SwigluQuant` has one role for all its warps, half a warp a scale block, and stages nothing.
-Every place that quantises gives the same bits for the same values: GEMM1's epilogue, the kernel
-`SwigluQuant` (where no epilogue does it), and the quantisation of bfloat16 tokens.
+GEMM1's epilogue and the kernel `SwigluQuant` (where no epilogue quantises) give the same bits for
+the same values. Tokens in bfloat16 are rounded likewise, but a zero keeps its sign, and a NaN makes
+its whole block NaN.
 """
 
 import math
@@ -92,7 +93,7 @@ def divide(values: cute.Tensor, scale: Float32):
     The hardware's division leaves its fast path for numerators near zero, and `silu` makes many.
     Here a product with the reciprocal is corrected by its residual, which an FMA gives exactly
     (Markstein, IBM Journal of Research and Development 34, 1990). Where the residual underflows,
-    the loss is far below the smallest FP8 value. A scale of extraordinary size takes the division
+    the loss is far below the smallest FP8 value. A very large or small scale takes the division
     itself. docs/notes/fused.md has times.
     """
     if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
