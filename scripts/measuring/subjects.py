@@ -4,7 +4,7 @@ A solution gets the definition's inputs. An engine has bfloat16 tokens, chooses 
 quantises in the call. `moe_fp8.experts` and the engines' own functions take chosen experts. All are
 timed behind the same routing, one launch of the Triton peers. Solutions that take FP8 are timed
 behind a quantiser of one launch. The engines' weights have gate above up, as in all forms of
-`experts` but one.
+`experts` but one; FlashInfer's have up above gate.
 
 The FP8 forms of ours show the cost of quantisation, of the gate-above-up order and of token-major
 scales. A peer that reorders its weights in every call has a second line with weights that were
@@ -297,14 +297,13 @@ def sglang_experts(weights: Weights, places: torch.Tensor) -> Experts:
 
 
 def flashinfer_experts(weights: Weights, places: torch.Tensor) -> Experts:
-    """FlashInfer's CUTLASS kernel. It takes up above gate: the weights are swapped once, as a
-    server would. The local experts are those of one rank."""
+    """FlashInfer's CUTLASS kernel. Its weights have up above gate. The local experts are those of
+    one rank."""
     from flashinfer.fused_moe import cutlass_fused_moe
 
     w13, w13_scale, w2, w2_scale = weights
-    up_first, up_first_scale = map(with_halves_swapped, (w13, w13_scale))
     options: dict[str, Any] = dict(
-        quant_scales=[up_first_scale, w2_scale],
+        quant_scales=[w13_scale, w2_scale],
         ep_size=len(places) // len(w13),
         ep_rank=int((places == 0).nonzero()) // len(w13),
         use_deepseek_fp8_block_scale=True,
@@ -312,18 +311,18 @@ def flashinfer_experts(weights: Weights, places: torch.Tensor) -> Experts:
 
     def run(ids: torch.Tensor, topk_weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(x)
-        cutlass_fused_moe(
-            x, ids, topk_weights, up_first, w2, torch.bfloat16, output=output, **options
-        )
+        cutlass_fused_moe(x, ids, topk_weights, w13, w2, torch.bfloat16, output=output, **options)
         return output
 
     return run
 
 
+UP_FIRST = "flashinfer cutlass_fused_moe"
+"""The engines' function that takes weights in the definition's order, up above gate."""
 ENGINES = {
     "vllm fused_experts": vllm_experts,
     "sglang fused_experts": sglang_experts,
-    "flashinfer cutlass_fused_moe": flashinfer_experts,
+    UP_FIRST: flashinfer_experts,
 }
 CHANNEL_ENGINES = {
     "vllm fused_experts": vllm_experts,
@@ -364,6 +363,7 @@ class Engines:
         self.prepared: dict[str, Callable[[MoeInputs, torch.Tensor], None]] = {}
         self.experts: dict[int, dict[str, Experts]] = {}
         self.gate_first: Weights = ()
+        self.up_first: Weights = ()
 
     def experts_of(self, offset: int, makers: Mapping[str, MakeExperts]) -> dict[str, Experts]:
         """Return the engines' functions on the local experts from `offset` on."""
@@ -374,8 +374,9 @@ class Engines:
             places = places.to(self.gate_first[0].device)
             self.experts[offset] = {}
             for name, make in makers.items():
+                weights = self.up_first if name == UP_FIRST else self.gate_first
                 try:
-                    self.experts[offset][name] = make(self.gate_first, places)
+                    self.experts[offset][name] = make(weights, places)
                 except FAILURES as error:
                     self.chosen.skipped[name] = error_line(error)
         return self.experts[offset]
@@ -391,6 +392,7 @@ class Engines:
         shape = self.shape
         if not self.gate_first:
             self.gate_first = (*map(with_halves_swapped, weights[:2]), *weights[2:])
+            self.up_first = tuple(weights)
             peers = [name for name in self.peers if name in PREPARED]
             self.prepared = {name: PREPARED[name](inputs) for name in peers}
         subjects: Subjects = {}
