@@ -510,8 +510,8 @@ POLICY = """.version 8.0
 
 @needs_nvdisasm
 def test_the_cache_policy_is_the_one_that_ptxas_makes(tmp_path):
-    """It puts it together of a kind, 0x120, and the 16ths of the lines that it is for, 0xf: CUTLASS
-    (cute/arch/copy_sm90_desc.hpp) has the sum as a constant, too; the DSL has none."""
+    """The policy combines a kind, 0x120, and a share of the lines in 16ths, 0xf. CUTLASS has the
+    same constant (cute/arch/copy_sm90_desc.hpp); the DSL has none."""
     ptxas = Path(nvdisasm() or "").resolve().with_name("ptxas")
     if not ptxas.is_file():
         pytest.skip(f"no {ptxas}")

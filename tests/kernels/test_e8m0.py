@@ -39,7 +39,7 @@ def test_the_bits_are_those_of_float32(accurate):
 
 
 def test_what_the_compiled_function_sees_as_bytes_was_of_their_type():
-    """It compares the types of its arguments, but these with none before they are its."""
+    """The compiled function gets bytes, so it cannot refuse another type: `bytes_of` does."""
     exponents = torch.ones(3, 2).to(E8M0)
     assert torch.equal(bytes_of(exponents), torch.full((3, 2), 127, dtype=torch.uint8))
     for other in (torch.uint8, torch.float8_e4m3fn):

@@ -344,7 +344,7 @@ def test_experts_of_groups_that_are_not_kept_come_after_all_others(target, backe
 @every_target
 @pytest.mark.parametrize("routing", ["deepseek_v3", "renormalize"])
 def test_lanes_without_an_expert_are_never_chosen(routing, target, backend):
-    """Whose score is 0 and would be the best of these. Underflowing sigmoids give weights of 0."""
+    """Their score, 0, would be the best here. Underflowing sigmoids give weights of 0."""
     shape = MoeShape(num_experts=45, num_local_experts=45, n_group=1, topk_group=1, routing=routing)
     logits, bias = draw(shape, 33)
     logits -= 200

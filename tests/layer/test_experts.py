@@ -468,8 +468,8 @@ def test_weight_scales_in_e8m0_have_the_bits_of_float32(make_arguments):
 
 
 def test_replicas_of_an_expert():
-    """Its weights are here twice, and some of its tokens go to the second one: as a load balancer
-    places them."""
+    """An expert's weights are local twice, and some of its tokens go to the second copy, as a load
+    balancer places them."""
     call = call_of(40)
     local = local_of(call["topk_ids"])
     wanted = experts(**call | {"topk_ids": local})

@@ -66,7 +66,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*[Dd]eterministic")
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan():
-    """What torch's grouped GEMM does not write must not reach a gradient."""
+    """Fill fresh memory with NaN: rows that the grouped GEMM does not write must stay unused."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -174,7 +174,7 @@ def test_no_token_and_no_local_expert(backend):
 
 
 def test_an_expert_without_rows(monkeypatch):
-    """Its weights' gradients are 0, although Blackwell's grouped GEMM leaves them undefined."""
+    """Without rows the gradients are 0, though Blackwell's grouped GEMM leaves them undefined."""
 
     def without(a, b, offs):
         is_used = (offs.diff(prepend=offs.new_zeros(1)) > 0).view(-1, 1, 1)

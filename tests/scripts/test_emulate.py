@@ -118,7 +118,7 @@ def layer(**sizes: int) -> tuple[Definition, list[Any]]:
 
 @pytest.mark.parametrize("name", [DEFAULT.name, DSV3_TP8.name])
 def test_the_reference_of_shared_weights_has_equal_bits(monkeypatch, name) -> None:
-    """It dequantises the experts that have tokens, each once."""
+    """The reference dequantises only experts that have tokens, each once."""
     monkeypatch.setattr(emulate, "LARGE", 2**17)
     definition, inputs = layer()
     trace_set, _ = cases.load(ROOT, find(name))

@@ -164,7 +164,7 @@ def test_the_tables_have_what_there_is(ended, status, last_line, decoded, stand_
 
 @pytest.mark.parametrize("wrong", ["", "dies"])
 def test_nothing_that_an_engine_has_started_goes_on(wrong, stand_in, monkeypatch, tmp_path):
-    """Its workers, which have the GPU's memory, even where the engine itself has ended."""
+    """The workers hold the GPU's memory: they end, even if the engine itself has ended before."""
     monkeypatch.setenv("STAND_IN", wrong)
     model = find_model("deepseek-v3", None, True)
     backend = Backend(Setup("vllm", "engine", model, random_weights=True), tmp_path)

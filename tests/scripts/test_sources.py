@@ -389,8 +389,7 @@ def test_the_error_of_a_bundle_that_cannot_be_loaded_is_its_own_each_time(packag
 
 
 def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path: Path) -> None:
-    """Its entries are known by their sources, whatever the modules are called and wherever they
-    lie."""
+    """The sources identify an entry; the names of the modules and their place do not."""
 
     def key(package: str) -> dict[str, str]:
         names = ("compile", "gemm_sm90")

@@ -266,8 +266,8 @@ def test_a_call_without_pairs():
 
 @pytest.mark.parametrize("name", ["moe_fp8", "_renamed"])
 def test_the_program_of_the_processes(name, geometries, monkeypatch, tmp_path):
-    """It runs wherever the package is, also in a directory of another name, and prints its progress
-    to stderr."""
+    """The program runs wherever the package is, also in a directory of another name, and prints its
+    progress to stderr."""
     pickled, program = pickle.dumps(geometries[:1], protocol=0), ahead.MAIN
     if name != "moe_fp8":
         shutil.copytree(Path(ahead.__file__).parents[1], tmp_path / "torch-cuda")
