@@ -176,4 +176,6 @@ def test_the_products_of_four_bit_weights(tokens, backend):
     if tokens == BLOCK:
         assert torch.equal(out.double(), expected)
     else:
-        assert (out - expected).abs().max() < 1e-5 * expected.abs().max()
+        # Hopper's FP8 WGMMA adds in 14 bits, the emulator in float32.
+        bound = 1e-3 if backend.name == "gpu" else 1e-5
+        assert (out - expected).abs().max() < bound * expected.abs().max()
