@@ -16,7 +16,7 @@ from scripts.publishing import pages, rows, tables
 from scripts.publishing.rankings import Recorded, read
 from scripts.publishing.tables import Table
 
-RECORD = ROOT / "results/nvidia-h100/2026-11-27"
+RECORD = ROOT / "results/nvidia-h100/2026-11-28"
 BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 FLAT = "cutedsl_moe_fp8_flat"
 
