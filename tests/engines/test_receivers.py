@@ -16,7 +16,7 @@ from scripts.common import sources
 from scripts.common.definitions import DEFAULT, MOE
 from scripts.common.program import ROOT
 
-RECORD = ROOT / "results/nvidia-h200/2026-11-25"
+RECORD = ROOT / "results/nvidia-h200/2026-11-28"
 BENCH = installed.directory / "flashinfer-bench"
 needs_bench = pytest.mark.skipif(not BENCH.is_dir(), reason=f"no {BENCH}")
 
