@@ -225,7 +225,7 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     into = writer(args, name, REPLAYED, rates=rates)
     yield into
     lengths = args.tokens or (subjects.TOKENS if len(layers) == 1 else MODEL_TOKENS)
-    skipped: dict[str, str] = {}
+    skipped: set[str] = set()
     for layer in layers:
         chosen = subjects.choose(layer, wanted, args.local, args.run_foreign)
         of_solutions = functools.partial(subjects.of_solutions, layer, chosen)
@@ -235,10 +235,11 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
         text = f"{layer.short} T={{}}".strip().format
         for length in steps(lengths, text, lambda t: 4000 + t):
             subjects.measure(into, layer, problems, calls, length, rates, args.repeats)
-        skipped |= chosen.skipped
+        for subject, why in chosen.skipped.items():
+            if subject not in skipped:
+                into.add({}, subject, not_tried=why)
+        skipped |= chosen.skipped.keys()
         del problems, calls  # frees the layer's weights
-    for subject, why in skipped.items():
-        into.add({}, subject, not_tried=why)
     shown = tables.sweep_table(into.result, name)
     for table in (shown, tables.failed_table(tables.called(into.result, name))):
         yield table.title, table

@@ -208,7 +208,7 @@ def test_other_types_are_refused():
 
 
 def test_gradients_of_what_is_not_an_expert():
-    """As Transformers makes them, the FP8 weights require gradients; they get none."""
+    """FP8 weights get no gradients, though Transformers makes them with `requires_grad`."""
     experts, weights = module()
     for parameter in experts.parameters():
         parameter.requires_grad_()

@@ -551,7 +551,7 @@ def test_flat_configs_follow_from_the_number_of_tokens(tokens, rows, expected):
 
 @pytest.mark.parametrize(("local", "rows"), [(32, 56), (3, 24)])
 def test_flat_rows(local, rows, called, weights, monkeypatch):
-    """They lie as the routing numbers them. There are as many as 7 tokens can have: each has at
+    """Rows lie as the routing numbers them. There are as many as 7 tokens can have: each has at
     most 8 experts and at most those that are here, in all a multiple of 4."""
     shape, choose = replace(SMALL, num_local_experts=local), Choose(64, 8)
     use(monkeypatch, choose)

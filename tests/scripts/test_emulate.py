@@ -313,7 +313,7 @@ program.run_main(main)
 
 @pytest.mark.parametrize(("number", "status"), [*SIGNALS, (signal.SIGKILL, -9)])
 def test_no_process_stays_behind_one_that_is_ended(number, status: int, tmp_path: Path) -> None:
-    """They are forked from one without the DSL, before whose import the emulator must be in
+    """Processes are forked from one without the DSL, before whose import the emulator must be in
     place."""
     paths = os.pathsep.join([environment()["PYTHONPATH"], small.__file__.rpartition("/")[0]])
     command = [sys.executable, "-c", LASTING, str(tmp_path)]

@@ -155,7 +155,7 @@ def test_a_mark_of_byte_order_is_no_part_of_a_line(
 def test_bytes_that_are_no_json_are_refused_in_one_line(
     name: str, add: Callable, count: Callable, content: bytes, tmp_path: Path
 ) -> None:
-    """They stay, whatever is added."""
+    """The bytes stay, whatever is added."""
     (path := tmp_path / name).write_bytes(content)
     for reads in (count, lambda path: Writer("times", "GPU A", "how", path)):
         with pytest.raises(UsageError, match=rf"{name}:1 is no (row|trace): [^\n]*$"):
@@ -343,7 +343,7 @@ def test_a_speedup_is_of_the_latencies_of_its_trace(reference, speedup, tmp_path
 
 
 def test_texts_are_kept_as_they_are(tmp_path: Path) -> None:
-    """They are made printable only when printed: a changed name would match no solution."""
+    """Texts are made printable only when printed: a changed name would match no solution."""
     evil = "\x1b[2J\u202e\n"
     log = f"RuntimeError: a{evil[:-1]}b\n"
     libs = {"timing": evil, "tolerance": evil, "torch": evil}

@@ -109,7 +109,7 @@ def read_only(path: Path) -> None:
 
 
 def of_a_volume(path: Path) -> None:
-    """As Kubernetes changes a volume for `fsGroup`."""
+    """Change a file as Kubernetes changes a volume for `fsGroup`."""
     os.chown(path, 0, GROUP)
     path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
 
