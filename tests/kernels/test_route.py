@@ -76,7 +76,7 @@ def test_bias_chooses_but_does_not_weight():
 
 
 def test_weights_are_summed_as_a_tree():
-    """These numbers have another sum in every other order."""
+    """Numbers are summed that have another sum in every other order."""
     shape = MoeShape(num_experts=8, num_local_experts=8, n_group=1, topk_group=1, top_k=7)
     torch.manual_seed(0)
     logits = torch.randn(200, 8)

@@ -154,8 +154,8 @@ def hopper_sums(weights: torch.Tensor, x: torch.Tensor, scales: torch.Tensor) ->
     """Return the products `[M, N]` of `[M, K]` and `[N, K]` as Hopper's WGMMA sums them.
 
     An instruction aligns 32 products and the sum so far to the largest exponent, where a product's
-    is the sum of its factors'. It drops what lies below the 13th fraction bit, and so does it with
-    the sum, which can have a larger exponent. `scales` is `[K / 128, N]`.
+    is the sum of its factors'. It drops what lies below the 13th fraction bit, adds, and drops what
+    lies below the 13th fraction bit of the new sum. `scales` is `[K / 128, N]`.
     """
     out = torch.zeros(len(weights), len(x))
     for k_block, scale in enumerate(scales.double()):
