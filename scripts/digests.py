@@ -161,7 +161,7 @@ def form_units(target: str) -> Iterator[Unit]:
     }
     for name, (shape, form, terms) in forms.items():
         for tokens in (1, 64, 1024, 8192):
-            rules = arch.layer._replace(gathered=0) if form.batched else arch.layer
+            rules = arch.layer._replace(gathered=(0, 0)) if form.batched else arch.layer
             configs = rules.configs(tokens, shape, terms, arch.choose)
             yield Unit(
                 f"{target} {name} {configs[0]} / {configs[1]}",

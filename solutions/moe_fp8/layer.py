@@ -143,7 +143,7 @@ class BatchedLayer(FusedLayer):
 
     def chosen(self, tokens: int, architecture: architectures.Architecture) -> tuple[Any, Any]:
         # The rows lie by expert: nothing is gathered.
-        by_expert = replace(architecture, layer=architecture.layer._replace(gathered=0))
+        by_expert = replace(architecture, layer=architecture.layer._replace(gathered=(0, 0)))
         return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, by_expert)
 
 

@@ -454,7 +454,7 @@ FORMS = {
     ("form", "tokens", "target"),
     [
         ("engine", 100, "sm_90a"),
-        *more(*product(FORMS, (1, 100, 14107), ("sm_90a", "sm_100a"))),
+        *more(*product(FORMS, (1, 100, 512, 14107), ("sm_90a", "sm_100a"))),
     ],
 )
 def test_given_experts(form, tokens, target, compiled_layer):
@@ -463,7 +463,7 @@ def test_given_experts(form, tokens, target, compiled_layer):
     configs = architecture.choose_layer(tokens, GIVEN, 1)
     _, kernels = compiled_layer(GIVEN, configs, target, FORMS[form])
     gathers = configs[0].gathers_rows
-    assert gathers == (tokens < 14107 or architecture is HOPPER), "few columns, on Hopper"
+    assert gathers == (tokens < 14107)
     assert len(kernels) == (6 if gathers else 7)
     word, mark, number, *others = kernels
     assert "redux.sync.max" not in word + mark, "nothing is chosen"

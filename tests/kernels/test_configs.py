@@ -206,7 +206,6 @@ def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
         ("evict_first", 24 * WEIGHTS, USUAL, 1, "evict_first", True),
         ("in_order", 16, SWAPPED, 1, "dynamic", False),
         ("in_order", 16, USUAL, 1, "dynamic", False),
-        ("gathered", 2 * SHAPE.intermediate_size, USUAL, 0, "gathers", True),
     ],
 )
 def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, gemm, flag, up_to_it):
@@ -216,17 +215,27 @@ def test_a_bound_of_the_layer_is_counted_in(rule, bound, picked, gemm, flag, up_
         assert (flag in str(config)) == expected, value
 
 
+def test_rows_are_gathered_up_to_a_number_of_columns_and_of_rows():
+    """1280 tokens are 40 rows an expert."""
+    width = 2 * SHAPE.intermediate_size
+    for columns, rows in itertools.product((width - 1, width, width + 1), (39.9, 40, 40.1)):
+        first, second = layer_configs(1280, USUAL, gathered=(columns, rows))
+        assert first.gathers == (columns >= width and rows >= 40)
+        assert not second.gathers
+
+
 def test_few_tiles_of_blackwell_are_divided_among_pairs():
     for one_wave, columns in ((25, 128), (24, 128), (23, 256)):
         first, _ = layer_configs(3, BlackwellConfig(tile_m=16, swap_ab=True), one_wave=one_wave)
         assert first.tile_n == columns
 
 
-def test_rows_are_gathered_by_ctas_that_all_have_some():
-    for rows, fits in (1, True), (2, False):
-        config = BlackwellConfig(tile_m=16, swap_ab=True, cluster_m=rows)
-        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="cluster_m=1"):
-            GatheredRows(config)
+@pytest.mark.parametrize("more", [{}, {"cluster_m": 2}, {"terms": 2}])
+def test_rows_of_one_term_are_gathered_by_ctas_that_all_have_some(more):
+    config = BlackwellConfig(tile_m=16, swap_ab=True, **more)
+    refused = pytest.raises(ValueError, match="expected cluster_m=1 and terms=1")
+    with refused if more else contextlib.nullcontext():
+        GatheredRows(config)
 
 
 def test_slices_are_for_tiles_from_a_size_on():
@@ -236,7 +245,9 @@ def test_slices_are_for_tiles_from_a_size_on():
                 for config in layer_configs(1280, picked, slices=(least, rows)):
                     sliced = picked is not SWAPPED and picked.tile_m >= least and rows == 40
                     assert config.slices == sliced
-    first, second = layer_configs(3, USUAL, slices=(128, 400), gathered=2 * SHAPE.intermediate_size)
+    first, second = layer_configs(
+        3, USUAL, slices=(128, 400), gathered=(2 * SHAPE.intermediate_size, math.inf)
+    )
     assert (first.slices, first.gathers) == (False, True), "rows that are gathered come whole"
     assert (second.slices, second.gathers) == (True, False)
 
@@ -260,7 +271,7 @@ def test_the_layer_s_bounds_are_the_measured_ones():
     """docs/notes/fused.md has the runs."""
     assert LAYER == LayerRules(
         stages=8, one_wave=4, whole_waves=16, evict_first=300e6, slices=(128, 400), in_order=2,
-        gathered=512, larger=(10, 24),
+        gathered=(512, 36), larger=(10, 24),
     )  # fmt: skip
     assert sm100.LAYER == LayerRules(stages=0, one_wave=4, whole_waves=16)
 

@@ -26,8 +26,8 @@ CTA_REGISTERS = 64 * 1024
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
 MAX_CONSUMER_REGISTERS = 240
-"""Registers of a consumer thread: more than the usual 232, for 128x192 tiles were slower with them
-(docs/notes/gemm_sm90.md)."""
+"""Registers of a consumer thread, at most. With the usual 232 tiles of 128x192, which are no longer
+offered, were slower (docs/notes/gemm_sm90.md)."""
 MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
@@ -77,9 +77,9 @@ class GemmConfig:
         stages: depth of the load pipeline in K blocks; 0 takes all the shared memory.
         swap_ab: weights take the MMA's rows and tokens its columns, for few rows.
         schedule: which cluster computes which tile.
-        terms: FP8 values that an element of A is the sum of. Both multiply the same B. Sums of two
-            terms are stored from registers. The fused layer takes them in float32: rounding them
-            would cost what the second term gains. The batched layer's output is bfloat16.
+        terms: FP8 values whose sum is an element of A, 1 or 2. Each of them multiplies the same B.
+            With two the GEMM's sums are stored from registers: for the fused layer in float32,
+            since rounding would cost what the second term gains, for the batched one in bfloat16.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for a plain store.
         evict_first: weights leave L2 before other lines. Where L2 is full of lines that are not
             written back yet, the weights of up to three experts arrive sooner, those of seven
@@ -243,7 +243,8 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory beside the stages: staging, scales, barriers and alignment."""
+        """Shared memory beside the stages: staging and scales; in 2048 bytes the barriers, the tile
+        queue, the gathered tokens and the alignment."""
         scales = self.consumer_warps * (MAX_SFB + self.channels) * 4
         if self.split_sfa:
             scales += SFA_STAGES * self.sfa_bytes
@@ -266,7 +267,9 @@ class GemmConfigSm90(GemmConfig):
     Attributes:
         tile_m: 64, 128 or 192; with `swap_ab` 8, 16, 32, 64 or 128.
         tile_n: 64 or 128. With `quantises` 128, in clusters of (1, 2).
-        overlap: a second accumulator, so that one K block is promoted while the next one runs.
+        overlap: a second accumulator. Within an iteration of the main loop (1, 2 or 4 K blocks, or
+            all stages) a K block is promoted while the next one runs. Without `unroll` an odd
+            number of K blocks gains nothing.
         unroll: an iteration of the main loop covers all stages, so that stage addresses are
             constants. Where the stages do not divide the K blocks it covers up to four; where it
             would cover all K blocks, one.
@@ -330,8 +333,8 @@ class GemmConfigSm90(GemmConfig):
         return self.tile_m * row + 16 * self.consumer_warpgroups
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm90":
-        """This config for an epilogue that makes `terms` FP8 terms of up and gate; `few`, for
-        Blackwell: its tiles would give work to less than half of the GPU."""
+        """This config for an epilogue that makes `terms` FP8 terms of up and gate. `few`: the rank
+        has at most `LayerRules.one_wave` rows, which matters on Blackwell alone."""
         # Pairs of CTAs make the 128 columns of a scale.
         return replace(self, cluster_n=2, quantises=terms)
 
@@ -438,7 +441,8 @@ class GemmConfigSm100(GemmConfig):
         return self.consumer_warpgroups * self.tile_m * STAGED_COLUMNS * 2
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm100":
-        """Return this config with SwiGLU, as on Hopper. Pairs of CTAs share few tiles."""
+        """Return this config with SwiGLU, as on Hopper. With `few` rows pairs of CTAs share a
+        tile, because the tiles would give work to less than half of the GPU."""
         pair = few and self.swap_ab
         tile: dict[str, Any] = {"tile_n": BLOCK, "cluster_n": 2} if pair else {"tile_n": 2 * BLOCK}
         return replace(self, **tile, quantises=terms, stages=0, accumulators=0)
@@ -457,8 +461,8 @@ class LayerRules(NamedTuple):
       one of GEMM1 is done.
     - GEMM1 gathers its rows. With small tiles it runs in whole waves, so that GEMM2 starts on the
       SMs left over.
-    With more rows a permute kernel runs before GEMM1, unless so few columns (`gathered`) read each
-    row that GEMM1 gathers it. In the layer larger tiles pay from fewer rows on than in the GEMM
+    With more rows a permute kernel runs before GEMM1, unless so few columns read each row that
+    GEMM1 gathers it (`gathered`). In the layer larger tiles pay from fewer rows on than in the GEMM
     alone (`larger`).
 
     GEMM2 is dynamic where it starts while GEMM1 runs, because its CTAs start at different times.
@@ -475,7 +479,8 @@ class LayerRules(NamedTuple):
     # (tile_m, rows): tiles of at least `tile_m` rows skip empty slices, up to `rows` an expert.
     slices: tuple[int, float] = (0, 0)
     in_order: int = 0  # K blocks of GEMM2 up to which its schedule is static
-    gathered: int = 0  # columns of GEMM1 up to which there is no permute
+    # (columns, rows): up to `columns` of GEMM1 and `rows` an expert there is no permute.
+    gathered: tuple[int, float] = (0, 0)
     # (above, pick_as): with more than `above` rows an expert, GEMM1 picks its config as for at
     # least `pick_as` rows.
     larger: tuple[float, float] = (math.inf, math.inf)
@@ -491,20 +496,21 @@ class LayerRules(NamedTuple):
         config1 = pick(max(rows, pick_as) if rows > above else rows, 2 * i, h)
         config2 = pick(rows, h, i, terms=terms)
         local_rows = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
-        overlap = not config2.swap_ab or local_rows > self.one_wave
-        overlap = overlap and i // BLOCK > self.in_order
+        early = not config2.swap_ab or local_rows > self.one_wave  # GEMM2 starts while GEMM1 runs
+        early = early and i // BLOCK > self.in_order
         config2 = replace(
             config2,
             stages=self.stages if config2.swap_ab else config2.stages,
-            schedule=Schedule.DYNAMIC if overlap else Schedule.STATIC,
+            schedule=Schedule.DYNAMIC if early else Schedule.STATIC,
         )
         if config1.swap_ab:
-            waves = overlap and config1.tile_m <= self.whole_waves
+            waves = early and config1.tile_m <= self.whole_waves
             schedule = Schedule.WHOLE_WAVES if waves else Schedule.STATIC
             config1 = replace(config1, stages=self.stages, schedule=schedule)
         else:
             config1 = replace(config1, schedule=Schedule.DYNAMIC)
-            if 2 * i <= self.gathered:
+            columns, most = self.gathered
+            if 2 * i <= columns and rows <= most:
                 config1 = replace(config1, gathers=True)
         config1 = config1.with_swiglu(terms, few=local_rows <= self.one_wave)
         return tuple(self._with_loads(c, rows, local_rows * 3 * h * i) for c in (config1, config2))

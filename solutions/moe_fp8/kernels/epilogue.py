@@ -34,7 +34,7 @@ from .configs import EPILOGUE_N, WARP, WARPGROUP
 from .dsl import BF16_VECTOR, E4M3_VECTOR, F32_VECTOR, LayoutEnum, copy_async, vector
 from .gemm_load import TmaTensor
 from .swiglu import Activation, activate_gate, activate_up
-from .sync import NamedBarrierId, announce
+from .sync import NamedBarrierId, count_stored
 from .tiles import Tile
 
 
@@ -68,8 +68,8 @@ def copy_channels(
         column = first + cute.arch.lane_idx() * F32_VECTOR
         if column < config.tile_n:
             channel = tile.n_tile * config.tile_n + column
-            if cutlass.const_expr(n % (config.tile_n * config.cluster_n) != 0):
-                channel = cutlass.min(channel, n - F32_VECTOR)  # the tile may lie outside
+            if cutlass.const_expr(n % config.tile_n != 0):
+                channel = cutlass.min(channel, n - F32_VECTOR)  # the tile may end outside
             source = sfb.iterator + sfb.layout((channel, 0, tile.expert))
             copy_async(source, channels.iterator + column, F32_VECTOR)
     cute.arch.cp_async_commit_group()
@@ -101,7 +101,7 @@ class Staging(NamedTuple):
 
     # ((8, tile_m / 8), (64, tile_n / 64)) bf16, with swap_ab ((64, tile_n / 64), (8, tile_m / 8))
     accumulator: cute.Tensor
-    rows: cute.Tensor  # (consumer warpgroups, staged_parts, staged_rows, 64) bf16, the same memory
+    rows: cute.Tensor  # (consumer warpgroups, staged_blocks, staged_rows, 64) bf16, the same memory
 
 
 class StoreBf16:
@@ -118,7 +118,7 @@ class StoreBf16:
     def __init__(self, config: Any, acc_map: Any, n: int):
         self.config, self.acc_map, self.n = config, acc_map, n
         self.smem_elements = config.tile_m * config.tile_n
-        self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
+        self.ragged_n = n % config.tile_n != 0
 
     def output(self, out: cute.Tensor) -> Output:
         """Make the views of `out` (rows, n) bf16."""
@@ -131,13 +131,13 @@ class StoreBf16:
 
     def staging(self, buffer) -> Staging:
         layout = self.acc_map.staging_layout()  # as `Staging.accumulator`
-        rows, parts = self.acc_map.staged_rows, self.acc_map.staged_parts
-        part = rows * EPILOGUE_N
-        to_warpgroup, to_part = self.acc_map.staging_blocks()
-        # (consumer warpgroups, staged_parts, staged_rows, 64)
+        rows, blocks = self.acc_map.staged_rows, self.acc_map.staged_blocks
+        block = rows * EPILOGUE_N
+        to_warpgroup, to_block = self.acc_map.staging_blocks()
+        # (consumer warpgroups, staged_blocks, staged_rows, 64)
         by_rows = cute.make_layout(
-            (self.config.consumer_warpgroups, parts, rows, EPILOGUE_N),
-            stride=(to_warpgroup * part, to_part * part, EPILOGUE_N, 1),
+            (self.config.consumer_warpgroups, blocks, rows, EPILOGUE_N),
+            stride=(to_warpgroup * block, to_block * block, EPILOGUE_N, 1),
         )
         return Staging(
             buffer.get_tensor(layout.outer, swizzle=layout.inner),
@@ -188,15 +188,15 @@ class StoreBf16:
         c = self.config
         g_rows = cute.domain_offset((row, 0), output.tma.coordinates)  # (rows, n), from `row` on
         box = (self.acc_map.staged_rows, EPILOGUE_N)
-        for part in range(self.acc_map.staged_parts):
-            column = tile.n_tile * c.tile_n + self.acc_map.first_column(warpgroup, part)
+        for block in range(self.acc_map.staged_blocks):
+            column = tile.n_tile * c.tile_n + self.acc_map.first_column(warpgroup, block)
             gD = cute.local_tile(g_rows, box, (0, column // EPILOGUE_N))  # (staged_rows, 64)
             # ((staged_rows * 64, 1)) and (((64, staged_rows), 1))
             tDsD, tDgD = cpasync.tma_partition(
                 output.tma.atom,
                 0,
                 cute.make_layout(1),
-                cute.group_modes(staging.rows[warpgroup, part, None, None], 0, 2),
+                cute.group_modes(staging.rows[warpgroup, block, None, None], 0, 2),
                 cute.group_modes(gD, 0, 2),
             )
             cute.copy(output.tma.atom, tDsD, tDgD)
@@ -206,8 +206,8 @@ class StoreBf16:
         """Store 16 rows at a time, 128 bytes of a row by 8 threads."""
         tile_n = self.config.tile_n
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
-        for part in cutlass.range_constexpr(self.acc_map.staged_parts):
-            column = self.acc_map.first_column(warpgroup, part) + local % 8 * BF16_VECTOR
+        for block in cutlass.range_constexpr(self.acc_map.staged_blocks):
+            column = self.acc_map.first_column(warpgroup, block) + local % 8 * BF16_VECTOR
             inside = Boolean(True)
             if cutlass.const_expr(self.ragged_n):
                 inside = tile.n_tile * tile_n + column < self.n
@@ -215,7 +215,7 @@ class StoreBf16:
                 if inside:
                     # (8,): 16 bytes
                     source = cute.local_tile(
-                        staging.rows[warpgroup, part, r, None], (BF16_VECTOR,), (local % 8,)
+                        staging.rows[warpgroup, block, r, None], (BF16_VECTOR,), (local % 8,)
                     )
                     # The alignment is not visible to the compiler, which would store two bytes at a
                     # time.
@@ -236,7 +236,7 @@ class StoreRegisters:
 
     def __init__(self, config: Any, acc_map: Any, n: int):
         self.config, self.acc_map, self.n = config, acc_map, n
-        self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
+        self.ragged_n = n % config.tile_n != 0
 
     def output(self, out: cute.Tensor) -> cute.Tensor:
         """Return `out` (rows, n) f32 or bf16."""
@@ -306,7 +306,7 @@ class SwigluEpilogue:
         if n % (2 * BLOCK):
             raise ValueError(f"{config}, n={n}: expected a multiple of {2 * BLOCK}")
         self.config, self.acc_map, self.activation = config, acc_map, activation
-        self.terms = config.quantises
+        self.out_terms = config.quantises  # FP8 terms of the output
         self.intermediate = n // 2
         self.warps = config.consumer_warps
         self.rows = config.tile_m  # of the result that a tile makes
@@ -320,13 +320,13 @@ class SwigluEpilogue:
 
     def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
         """Return the staged rows (rows, columns, terms) e4m3, which begin at `base`."""
-        shape = (self.rows, self.columns, self.terms)  # 64 columns on Hopper, 128 on Blackwell
+        shape = (self.rows, self.columns, self.out_terms)  # 64 columns on Hopper, 128 on Blackwell
         stride = (self.pitch, 1, self.rows * self.pitch)
         return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
 
     @property
     def staged_bytes(self) -> int:
-        return self.rows * self.pitch * self.terms
+        return self.rows * self.pitch * self.out_terms
 
     def activated(self, sums: cute.Tensor, first: int, second: int) -> Float32:
         """Return `c` of a column, whose sums over the weights' two halves are at `first` and
@@ -357,25 +357,25 @@ class SwigluEpilogue:
         """Store 16 bytes of each term of a row, if the tile's expert has the row."""
         if row < tile.rows:
             source = self._staged(staging, row, 0) + piece * E4M3_VECTOR
-            start = Int64(tile.row + row) * (self.terms * self.intermediate)
+            start = Int64(tile.row + row) * (self.out_terms * self.intermediate)
             target = output.q.iterator + start + tile.n_tile * self.columns + piece * E4M3_VECTOR
-            for t in cutlass.range_constexpr(self.terms):
+            for t in cutlass.range_constexpr(self.out_terms):
                 term = source + t * self.rows * self.pitch
                 to = vector(target + t * self.intermediate, E4M3_VECTOR)
                 cute.autovec_copy(vector(term, E4M3_VECTOR), to)
 
     @cute.jit
-    def _announce_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
+    def _count_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
         """Tell the next kernel, if it asked, that this CTA's part of a tile is stored."""
         if cutlass.const_expr(output.counts is not None):
-            # Must come before the announcement, or it counts rows that other threads still store.
+            # Must come before the count, or it counts rows that other threads still store.
             barrier.arrive_and_wait()
             if thread == 0:
-                self._announce_rows(output, tile, 0, self.rows)
+                self._count_rows(output, tile, 0, self.rows)
 
     @cute.jit
-    def _announce_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
-        """Announce some rows of a tile; one of the threads that stored them."""
+    def _count_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
+        """Count some rows of a tile as stored; one of the threads that stored them."""
         rows = cutlass.min(tile.rows - first, count)  # tile.rows may reach past the tile
         if rows > 0:
-            announce(output.counts, tile.expert, rows * self.columns)
+            count_stored(output.counts, tile.expert, rows * self.columns)

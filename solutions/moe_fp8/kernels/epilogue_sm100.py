@@ -19,7 +19,7 @@ from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
 from .dsl import ACCESS_BYTES, BF16_VECTOR, load, vector
 from .epilogue import Quantised, SwigluEpilogue, TilePart
 from .swiglu import Activation, block_scale, divide
-from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
+from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_other, send_to_other
 from .tiles import Tile
 
 STAGED_PIECES = STAGED_COLUMNS // BF16_VECTOR
@@ -41,7 +41,7 @@ class StoreByWarp:
     def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int):
         self.config, self.n = config, n
         self.smem_elements = config.staging_bytes // 2
-        self.ragged_n = n % (config.tile_n * config.cluster_n) != 0
+        self.ragged_n = n % config.tile_n != 0
 
     def output(self, out: cute.Tensor) -> cute.Tensor:
         """Return `out` (rows, n) bf16."""
@@ -143,7 +143,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         threads = self.warps * WARP
         for p in cutlass.range(thread, self.rows * self.pieces, threads, unroll=1):
             self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
-        self._announce_tile(output, tile, thread, barrier)
+        self._count_tile(output, tile, thread, barrier)
 
     @cute.jit
     def _stage_row(self, output: Quantised, staging, acc, part: TilePart, barrier):
@@ -153,7 +153,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         columns = self.config.interleave
         c = cute.make_rmem_tensor(columns, Float32)  # (64 columns,) of one row
         amax = cute.make_rmem_tensor(1, Float32)
-        bits = cute.recast_tensor(amax, Int32)
+        bits = cute.recast_tensor(amax, Int32)  # the register of `amax`
         amax[0] = Float32(0.0)
         for j in cutlass.range_constexpr(columns):
             c[j] = self.activated(acc, j, columns + j)
@@ -168,7 +168,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
             output.scale[tile.n_tile, tile.row + row] = scale
         divide(c, scale)
         quantised = cute.make_rmem_tensor(columns, Float8E4M3FN)  # (64,)
-        for t in cutlass.range_constexpr(self.terms):
+        for t in cutlass.range_constexpr(self.out_terms):
             self._next_term(c, quantised, t)
             target = self._staged(staging, row, t) + warpgroup * columns
             to = cute.make_tensor(target.align(ACCESS_BYTES), cute.make_layout(columns))
@@ -181,7 +181,7 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         warp, tokens = thread // WARP, self.rows
         c = cute.make_rmem_tensor(tokens, Float32)  # (rows,) of one column, as the next two
         amax = cute.make_rmem_tensor(tokens, Float32)
-        bits = cute.recast_tensor(amax, Int32)
+        bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
         for i in cutlass.range_constexpr(tokens):
             c[i] = self.activated(sums, i, tokens + i)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
@@ -192,12 +192,12 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         barrier.arrive_and_wait()
         for i in cutlass.range_constexpr(tokens):
             bits[i] = self._largest(staging, Int32(i))
-            amax[i] = block_scale(amax[i], self.activation.ue8m0)
+            amax[i] = block_scale(amax[i], self.activation.ue8m0)  # now the scale
             if thread == i and i < tile.rows:
                 output.scale[tile.n_tile, tile.row + i] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (rows,)
-        for t in cutlass.range_constexpr(self.terms):
+        for t in cutlass.range_constexpr(self.out_terms):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 staging.rows[i, thread, t] = quantised[i]
@@ -258,7 +258,7 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
         arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
         received = staging.theirs[None, thread, stored % PAIR_BUFFERS].iterator
         if thread == 0:
-            announce_to_other(arrived, 4 * self.rows * UMMA_M)
+            expect_at_other(arrived, 4 * self.rows * UMMA_M)
         bits = cute.recast_tensor(theirs, Int32)  # (tile_m / 2,)
         for i in cutlass.range_constexpr(0, self.rows, 4):
             four = tuple(bits[i + j] for j in range(4))

@@ -1,13 +1,15 @@
 """GEMM1's epilogue on Hopper: makes FP8 values of a tile's sums by SwiGLU and stores them.
 
 All consumer warps run it, as the `store` hook of `epilogue`. The two CTAs of a cluster
-each have 64 of the 128 columns that share a scale, so they exchange the rows' maxima:
+each have 64 of the 128 columns that share a scale, so they exchange the rows' maxima. Both have the
+same rows, and neither lies outside n, a multiple of 256. So both call `store` for the same tiles,
+or one would wait for ever.
 
     activate     c = silu(gate) * up, in registers; maxima of this CTA's columns
     send         maxima to the other CTA's `theirs`, by st.async (`PairExchange`)
     wait         for the other CTA's maxima; scale = maximum / 448
     stage        q = fp8(c / scale), each term, to shared memory
-    store        16 bytes a thread to global memory; announce the rows to GEMM2
+    store        16 bytes a thread to global memory; count the rows for GEMM2 (`sync`)
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from ..call import BLOCK
 from .configs import WARP, WARPGROUP_WARPS, GemmConfigSm90
 from .epilogue import Quantised, SwigluEpilogue, TilePart
 from .swiglu import Activation, block_scale, divide
-from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, announce_to_other, send_to_other
+from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_other, send_to_other
 
 
 class SwigluStagingSm90(NamedTuple):
@@ -109,8 +111,9 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
         arrived, phase = self.exchange.of_tile(staging.arrived, stored, warpgroup)
         if lane == 0:
-            announce_to_other(arrived, 16 * 4)  # the maxima of this warp's 16 rows
-        bits = cute.recast_tensor(amax, Int32)  # (2 rows,)
+            expect_at_other(arrived, 16 * 4)  # the maxima of this warp's 16 rows
+        # (2 rows,): the registers of `amax`, so that a maximum of the bits is one of the values
+        bits = cute.recast_tensor(amax, Int32)
         for r in cutlass.range_constexpr(2):
             if lane % 4 == 0:
                 place = theirs.iterator + first + lane // 4 + 8 * r
@@ -122,7 +125,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             scale = block_scale(amax[r], self.activation.ue8m0)
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)  # (column of a pair, pair)
             divide(c[None, None, r], scale)
-            for t in cutlass.range_constexpr(self.terms):
+            for t in cutlass.range_constexpr(self.out_terms):
                 self._next_term(c[None, None, r], quantised, t)
                 for j in cutlass.range_constexpr(pairs):
                     target = self._staged(staging, row, t) + 8 * j + lane % 4 * 2
@@ -135,11 +138,11 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         for i in cutlass.range_constexpr(16 * self.pieces // WARP):
             p = i * WARP + lane
             self._store_piece(output, staging, tile, first + p // self.pieces, p % self.pieces)
-        # Must come before the announcement and the next tile's rows: all lanes have stored these.
+        # Must come before the count and the next tile's rows: all lanes have stored these.
         cute.arch.sync_warp()
         if cutlass.const_expr(output.counts is not None):
             if lane == 0:
-                self._announce_rows(output, tile, first, 16)
+                self._count_rows(output, tile, first, 16)
 
     @cute.jit
     def _store_columns(self, output: Quantised, staging, sums, part: TilePart):
@@ -152,7 +155,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         barrier = pipeline.NamedBarrier(barrier_id=NamedBarrierId.STAGING, num_threads=threads)
         c = cute.make_rmem_tensor(tokens, Float32)  # (tile_m / 4 tokens,), as the next two
         amax = cute.make_rmem_tensor(tokens, Float32)
-        bits = cute.recast_tensor(amax, Int32)
+        bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
             c[i] = self.activated(sums, v, v + 2)
@@ -166,8 +169,9 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
         arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
         if thread == 0:
-            announce_to_other(arrived, rows * 4)
-        # Must come before `_largest`, which reads the maxima of all warps.
+            expect_at_other(arrived, rows * 4)
+        # Must come before `_largest`, which reads the maxima of all warps, and before the writes to
+        # `staging.rows`: all threads have stored the last tile's.
         barrier.arrive_and_wait()
         if thread < rows:
             send_to_other(theirs.iterator + thread, self._largest(staging, thread), arrived)
@@ -177,12 +181,12 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         for i in cutlass.range_constexpr(tokens):
             token = self.acc_map.token(i, thread)
             bits[i] = cutlass.max(bits[i], theirs[token])
-            amax[i] = block_scale(amax[i], self.activation.ue8m0)
+            amax[i] = block_scale(amax[i], self.activation.ue8m0)  # now the scale
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (tile_m / 4 tokens,)
-        for t in cutlass.range_constexpr(self.terms):
+        for t in cutlass.range_constexpr(self.out_terms):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 token = self.acc_map.token(i, thread)
@@ -191,4 +195,4 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         barrier.arrive_and_wait()
         for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
             self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
-        self._announce_tile(output, tile, thread, barrier)
+        self._count_tile(output, tile, thread, barrier)

@@ -12,8 +12,9 @@ where each expert's rows begin. Each kernel starts while its predecessor ends (`
 a dynamic schedule takes an expert's rows as soon as GEMM1 has stored them, on SMs that GEMM1 has no
 tile for.
 
-With few rows, or few columns (2 I), GEMM1 gathers its rows from the tokens. Else gathering is too
-slow: a permute kernel runs first, and a spare GEMM1 warp zeroes the tokens without a local expert.
+With few rows, and with few columns (2 I) up to more rows, GEMM1 gathers its rows from the tokens.
+Else gathering is too slow: a permute kernel runs first, and a spare GEMM1 warp zeroes the tokens
+without a local expert.
 
 What the kernels hand each other lies in one workspace, whose layout follows from the number of
 tokens. `BatchedExperts` runs `PlaceTokens` and the GEMMs, on tokens that lie by expert already.

@@ -14,7 +14,8 @@ The warps of warpgroup 0:
     3    a side job that has nothing to do with the GEMM, where it does not load
 
 The consumer half, which empties the stages, is `gemm_sm90` and `gemm_sm100`. The two halves meet at
-`ab_pipeline`, one stage a K block, and nowhere else. For stage s:
+`ab_pipeline`, one stage a K block, and with a dynamic schedule at the tile queue
+(`tiles.TileQueue`). For stage s:
 
     warp 0                         warp 1                         consumers
     wait for empty[s]              wait for empty[s]              wait for full[s]
@@ -78,7 +79,7 @@ class StageCounts(NamedTuple):
     # Arrivals on `full`: of the warps that load A, and one expect-tx for B. CTAs that share an MMA
     # all arrive on the first CTA's barrier.
     full_arrivals: int
-    a_bytes: int  # that TMA brings to a CTA: A and, unless `split_sfa`, SFA
+    a_bytes: int  # that TMA brings to a CTA, at most: A and, unless `split_sfa`, SFA
     b_bytes: int
     # Arrivals on `empty`: every reader of the stage in every CTA that the copies are multicast to,
     # those in the same row and column of the cluster. CTAs that share an MMA have one reader.
@@ -144,13 +145,13 @@ class GemmLoad:
         self.config, self.k, self.experts = config, k, experts
         self.k_blocks = k // BLOCK
         self.rows_known, self.side_job = rows_known, side_job
-        rows = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
-        self.rows: Any = rows(config)
-        if side_job and self.rows.warps == len(A_WARPS):
-            raise ValueError(f"{rows.__name__} leaves no warp for {side_job}")
+        loader = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
+        self.a_loader: Any = loader(config)
+        if side_job and self.a_loader.warps == len(A_WARPS):
+            raise ValueError(f"{loader.__name__} leaves no warp for {side_job}")
         self.counts = StageCounts(
-            full_arrivals=(self.rows.arrivals + 1) * config.mma_ctas,
-            a_bytes=self.rows.bytes,
+            full_arrivals=(self.a_loader.arrivals + 1) * config.mma_ctas,
+            a_bytes=self.a_loader.bytes,
             b_bytes=config.b_rows * BLOCK,
             empty_arrivals=config.stage_readers * (config.b_shares + config.cluster_n - 1),
         )
@@ -178,7 +179,7 @@ class GemmLoad:
 
     def prefetch(self, args: GemmArguments) -> None:
         """Fetch the TMA descriptors ahead of the first copy; one warp."""
-        self.rows.prefetch(args.a)
+        self.a_loader.prefetch(args.a)
         cpasync.prefetch_descriptor(args.b.atom)
 
     def shared(self, storage) -> SharedOperands:
@@ -193,11 +194,11 @@ class GemmLoad:
     @cute.jit
     def run(self, warp_idx, ab_pipeline, tile_sched: TileScheduler, args, shared):
         """Run the roles of warpgroup 0."""
-        for i in cutlass.range_constexpr(self.rows.warps):
+        for i in cutlass.range_constexpr(self.a_loader.warps):
             if warp_idx == A_WARPS[i]:
                 # The loop over tiles and K blocks is the same for all kinds of rows.
-                begin_tile = partial(self.rows.begin_tile, args.a, shared, warp=i)
-                copy = partial(self.rows.copy, args.a, ab_pipeline=ab_pipeline, warp=i)
+                begin_tile = partial(self.a_loader.begin_tile, args.a, shared, a_warp=i)
+                copy = partial(self.a_loader.copy, args.a, ab_pipeline=ab_pipeline, a_warp=i)
                 self.load_rows(
                     ab_pipeline, self.config.num_stages, tile_sched, args, begin_tile, copy
                 )
@@ -233,13 +234,14 @@ class GemmLoad:
             if cutlass.const_expr(ready.writable_rows is not None):
                 # Must come before the first copy, or the consumers store over rows that the
                 # previous kernel still reads: they store nothing before A has arrived.
+                # The end of the last expert is the number of rows.
                 if tile_sched.tiles.expert_rows[1, self.experts - 1] > ready.writable_rows:
                     cute.arch.griddepcontrol_wait()
         elif cutlass.const_expr(self.rows_known):
             # Must come before the first copy of A, which the previous kernel writes.
             wait_for_previous()
         while linear < total:
-            tile = tile_sched.tile(linear, cta, shared=self.config.slices)
+            tile = tile_sched.tile(linear, cta, multicast=self.config.slices)
             if cutlass.const_expr(ready is not None):
                 # All rows of the expert; no stored value depends on neighbours' rows in the box.
                 expert_rows = tile_sched.tiles.expert_rows
@@ -247,7 +249,7 @@ class GemmLoad:
                 wait_for_rows(ready.counts, tile.expert, rows * self.k)
             copies = begin_tile(tile, cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
-                # Not `producer_acquire`: it announces a whole stage's bytes, which two warps bring.
+                # Not `producer_acquire`: it expects a whole stage's bytes, which two warps bring.
                 pipe.sync_object_empty.wait(state.index, state.phase)
                 copy(copies, kb, state=state)
                 state.advance()
@@ -373,7 +375,7 @@ class ContiguousRows:
     warps = 1  # that load
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
     sfa_arrivals = 1  # on the barrier of the scales' own pipeline, with `split_sfa`
-    tokens = 0  # Int32 in shared memory: the tokens of a tile's rows, if gathered
+    token_slots = 0  # Int32 in shared memory, for the tokens of a tile's rows, if gathered
 
     def __init__(self, config: Any):
         self.config = config
@@ -399,7 +401,7 @@ class ContiguousRows:
         cpasync.prefetch_descriptor(operand.a.atom)
         cpasync.prefetch_descriptor(operand.sfa.atom)
 
-    def begin_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta, warp=0):
+    def begin_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta, a_warp=0):
         """Return the `TileCopies` of a tile."""
         c = self.config
         # (sfa_rows, 1, k_blocks), from the multiple of 4 rows at or before the tile's first row
@@ -423,7 +425,7 @@ class ContiguousRows:
         # ((tile_m * 128, 1), (1, stages * terms)) and (((128, tile_m), 1), k_blocks * terms)
         return tma_partition(operand.a.atom, shared.sA, gA, cta[1], c.cluster_n)
 
-    def copy(self, operand: TmaRows, copies: TileCopies, kb, ab_pipeline, state, warp) -> None:
+    def copy(self, operand: TmaRows, copies: TileCopies, kb, ab_pipeline, state, a_warp) -> None:
         """Start the copies of K block `kb` into a free stage."""
         # This warp's arrival, with the bytes to wait for.
         full = expect_bytes(ab_pipeline, state, self.bytes, self.config.mma_ctas)
@@ -486,7 +488,7 @@ class SlicedRows(ContiguousRows):
     def _a(self, a: cute.Tensor) -> TmaTensor:
         return tma_tensor(a, self._layout(), (SLICE_ROWS, BLOCK), self.config.cluster_n)
 
-    def begin_tile(self, operand, shared, tile: Tile, cta, warp=0):
+    def begin_tile(self, operand, shared, tile: Tile, cta, a_warp=0):
         copies = super().begin_tile(operand, shared, tile, cta)
         # `tile.rows` may reach past the tile, up to its expert's end.
         rows = cutlass.max(cutlass.min(tile.rows, self.config.tile_m), 0)
@@ -501,7 +503,7 @@ class SlicedRows(ContiguousRows):
         return tma_partition(operand.a.atom, sA, gA, cta[1], self.config.cluster_n)
 
     @cute.jit
-    def copy(self, operand, copies, kb, ab_pipeline, state, warp):
+    def copy(self, operand, copies, kb, ab_pipeline, state, a_warp):
         terms = self.config.terms
         # No more than comes, or the consumers wait for ever; no less, or they read too early.
         size = copies.slices * (SLICE_ROWS * BLOCK * terms) + self.sfa_bytes
@@ -559,10 +561,11 @@ class GatheredRows:
     sfa_bytes = 0
 
     def __init__(self, config: Any):
-        if config.cluster_m > 1:  # where one CTA may have a row tile behind its expert's end
-            raise ValueError(f"{config}: gathers rows, expected cluster_m=1")
+        # In a column of CTAs one may have a row tile behind its expert's end.
+        if config.cluster_m > 1 or config.terms > 1:
+            raise ValueError(f"{config}: gathers rows, expected cluster_m=1 and terms=1")
         self.config = config
-        self.tokens = config.tile_m
+        self.token_slots = config.tile_m
 
     def operand(self, x: tuple[cute.Tensor, cute.Tensor], x_scale: cute.Tensor) -> TokensByRow:
         """Return `x`, (tokens (tokens, k) e4m3, token_of_row (rows,) i32), and their scales."""
@@ -572,21 +575,21 @@ class GatheredRows:
     def prefetch(self, operand: TokensByRow) -> None:
         """Do nothing: cp.async takes no descriptor."""
 
-    def _row(self, warp: Int32, i: Int32) -> Int32:
-        """Return the row in the tile of a warp's i-th row."""
-        # Warp 0: rows 0 to 3, 8 to 11, ...; warp 1: rows 4 to 7, 12 to 15, ...
-        return i // 4 * 8 + warp * 4 + i % 4
+    def _row(self, a_warp: int, i: Int32) -> Int32:
+        """Return the row in the tile of the i-th row of warp `A_WARPS[a_warp]`."""
+        # The first of the two has rows 0 to 3, 8 to 11, ...; the other one 4 to 7, 12 to 15, ...
+        return i // 4 * 8 + a_warp * 4 + i % 4
 
     @cute.jit
-    def begin_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta, warp):
+    def begin_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta, a_warp):
         """Return the `TileTokens` of a warp's rows of a tile."""
-        eights = self.tokens // 8
+        eights = self.config.tile_m // 8
         # (tile_m / 8, 8): the rows of a lane, eight apart, lie side by side
         layout = cute.make_layout((eights, 8), stride=(1, eights))
         tokens = cute.make_tensor(shared.tokens, layout)
         cute.arch.sync_warp()  # must come before the writes: all lanes are done with the last tile
-        for i in cutlass.range(cute.arch.lane_idx(), self.tokens // self.warps, WARP):
-            row = self._row(warp, Int32(i))
+        for i in cutlass.range(cute.arch.lane_idx(), self.config.tile_m // self.warps, WARP):
+            row = self._row(a_warp, Int32(i))
             # Behind the expert's end: its last row again. Without rows: where the tile begins.
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             tokens[row // 8, row % 8] = operand.token_of_row[tile.row + within]
@@ -594,14 +597,14 @@ class GatheredRows:
         return TileTokens(shared, tokens)
 
     @cute.jit
-    def copy(self, operand: TokensByRow, copies: TileTokens, kb, ab_pipeline, state, warp):
+    def copy(self, operand: TokensByRow, copies: TileTokens, kb, ab_pipeline, state, a_warp):
         """Start the copies of K block `kb` into a free stage."""
         c = self.config
         lane = cute.arch.lane_idx()
         tokens, shared = copies.tokens, copies.shared
         k = cute.size(operand.x, mode=[1])
         columns = operand.x.iterator + kb * BLOCK + lane % 8 * CP_ASYNC_VALUES
-        row = self._row(warp, lane // 8)
+        row = self._row(a_warp, lane // 8)
         # The 128-byte swizzle: chunk c of row r lies at chunk c ^ (r % 8). A lane's rows are eight
         # apart, so that is the same chunk for all of them.
         place = cute.recast_ptr(shared.sA.iterator, dtype=Float8E4M3FN)
@@ -617,8 +620,8 @@ class GatheredRows:
         if cutlass.const_expr(not c.split_sfa):
             scales, token_stride = self._scales(operand, kb)
             place = shared.sSFA.iterator + state.index * (c.sfa_bytes // 4)
-            for i in cutlass.range(lane, self.tokens // self.warps, WARP):
-                scale_row = self._row(warp, Int32(i))
+            for i in cutlass.range(lane, c.tile_m // self.warps, WARP):
+                scale_row = self._row(a_warp, Int32(i))
                 token = tokens[scale_row // 8, scale_row % 8]
                 copy_async(scales + token * token_stride, place + scale_row, 1)
         # Arrives when this lane's copies are done. noinc: the barrier counts it among `arrivals`.
@@ -628,7 +631,7 @@ class GatheredRows:
     def begin_sfa_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta):
         """Return the `TileTokens` of a tile for a warp that loads scales alone."""
         # (ceil(tile_m / 32),): those of rows lane, lane + 32, ...
-        tokens = cute.make_rmem_tensor(-(-self.tokens // WARP), Int32)
+        tokens = cute.make_rmem_tensor(-(-self.config.tile_m // WARP), Int32)
         for i in cutlass.range_constexpr(cute.size(tokens)):
             row = i * WARP + cute.arch.lane_idx()
             # As in `begin_tile`.
@@ -643,7 +646,7 @@ class GatheredRows:
         place = copies.shared.sSFA.iterator + state.index * (self.config.sfa_bytes // 4)
         for i in cutlass.range_constexpr(cute.size(copies.tokens)):
             row = i * WARP + cute.arch.lane_idx()
-            if row < self.tokens:
+            if row < self.config.tile_m:
                 copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
         # As in `copy`: one of `sfa_arrivals`.
         cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
@@ -715,10 +718,11 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
 
 
 def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
-    """Announce `size` bytes at a stage's `full` barrier and return the barrier; one warp.
+    """Arrive at a stage's `full` barrier, which then expects `size` bytes, and return the barrier;
+    one warp.
 
-    For an MMA of `mma_ctas` CTAs they are announced at the first CTA's barrier: that CTA issues
-    the MMA when the operands of all CTAs have come.
+    For an MMA of `mma_ctas` CTAs it is the first CTA's barrier: that CTA issues the MMA when the
+    operands of all CTAs have come.
     """
     full = pipe.producer_get_barrier(state)
     # One lane: the barrier counts one arrival of a warp that loads by TMA.

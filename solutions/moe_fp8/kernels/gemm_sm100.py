@@ -179,7 +179,9 @@ class GemmSm100:
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
             # (tile_n, consumer warps) f32, if `per_channel`
             channel_scale: align[memory[Float32, c.channels * c.consumer_warps], 16]
-            tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
+            tokens: align[
+                memory[Int32, load.a_loader.token_slots], 16
+            ]  # (tile_m / 8, 8), if gathered
             # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
             queue_barriers: memory[Int64, 2]  # full and empty of the tile queue
@@ -187,7 +189,7 @@ class GemmSm100:
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
-        tma_a = load.rows.operand(a, sfa)
+        tma_a = load.a_loader.operand(a, sfa)
         output = self.epilogue.output(out)
         if cutlass.const_expr(c.per_channel):
             sfb = weights_by_column(sfb, c)  # (n, 1, experts)
@@ -213,7 +215,7 @@ class GemmSm100:
         warpgroup_idx = cute.arch.make_warp_uniform(warp_idx // WARPGROUP_WARPS)
         expert_rows, lane_rows = args.expert_rows, None
         if cutlass.const_expr(self.rows_known):
-            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            # Issue this load first: every look-up of a tile needs it, and the set-up hides it.
             lane_rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
             self.load.prefetch(args)
@@ -237,7 +239,7 @@ class GemmSm100:
         if cutlass.const_expr(c.dynamic):
             # The warps that take tiles: of warpgroup 0, the MMA, SFA, the consumers. Of a pair of
             # CTAs that share an MMA, one has no MMA to issue.
-            readers = self.load.rows.warps + 1 + 2 + c.consumer_warps
+            readers = self.load.a_loader.warps + 1 + 2 + c.consumer_warps
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -273,16 +275,15 @@ class GemmSm100:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self.load.run(warp_idx, pipes.ab, tile_sched, args, shared)
             if warp_idx == SFA_WARP:
-                begin_tile = partial(self.load.rows.begin_sfa_tile, args.a, shared)
-                copy = partial(self.load.rows.copy_sfa, args.a, pipe=pipes.sfa)
+                begin_tile = partial(self.load.a_loader.begin_sfa_tile, args.a, shared)
+                copy = partial(self.load.a_loader.copy_sfa, args.a, pipe=pipes.sfa)
                 self.load.load_rows(pipes.sfa, c.sfa_stages, tile_sched, args, begin_tile, copy)
             if warp_idx == MMA_WARP and cute.arch.block_idx_in_cluster() % c.mma_ctas == 0:
                 self._issue_mma(pipes.ab, pipes.acc, tile_sched, storage, tmem)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             consumer = warpgroup_idx - c.producer_warpgroups
-            scales = sSFB, channels
-            self._consume(pipes, tile_sched, consumer, shared, scales, args, tmem, staging)
+            self._consume(pipes, tile_sched, consumer, shared, sSFB, channels, args, tmem, staging)
         # Must come before the tensor memory is given back, or consumers read what is not theirs. Of
         # a pair neither CTA may exit while the other one can read its memory or arrive at its
         # barriers.
@@ -302,9 +303,9 @@ class GemmSm100:
         sfa = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=c.sfa_stages,
-            producer_group=arrivals(self.load.rows.sfa_arrivals),
+            producer_group=arrivals(self.load.a_loader.sfa_arrivals),
             consumer_group=arrivals(c.consumer_warps),
-            tx_count=self.load.rows.sfa_bytes,
+            tx_count=self.load.a_loader.sfa_bytes,
             defer_sync=True,
         )
         acc = pipeline.PipelineUmmaAsync.create(
@@ -321,6 +322,7 @@ class GemmSm100:
             num_stages=c.num_stages,
             producer_group=arrivals(counts.full_arrivals),
             consumer_group=arrivals(counts.empty_arrivals),
+            # Not used: each loading warp expects its own bytes (`expect_bytes`).
             tx_count=counts.a_bytes + counts.b_bytes,
             cta_layout_vmnk=cluster,
         )
@@ -357,7 +359,7 @@ class GemmSm100:
                 ab_pipeline.consumer_wait(ab_state)
                 # Must come before the MMA, or it reads old data where cp.async, another proxy,
                 # wrote the rows. Where TMA wrote them, this is nothing.
-                self.load.rows.fence_loaded()
+                self.load.a_loader.fence_loaded()
                 acc_pipeline.producer_acquire(acc_state)
                 # Must come before the MMA, or it may overwrite what the consumers still read.
                 nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
@@ -380,7 +382,7 @@ class GemmSm100:
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
 
     @cute.jit
-    def _consume(self, pipes, tile_sched, consumer, shared, scales, args, tmem, staging):
+    def _consume(self, pipes, tile_sched, consumer, shared, sSFB, channels, args, tmem, staging):
         """Compute and store this warpgroup's columns of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -395,7 +397,6 @@ class GemmSm100:
 
         # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
         # warps do not wait for each other.
-        sSFB, channels = scales
         sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
         if cutlass.const_expr(c.per_channel):
             channels = channels[None, thread // WARP]  # (tile_n)
@@ -416,7 +417,9 @@ class GemmSm100:
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     copy_channels(c, self.n, sfb, channels, tile)
-                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, sfa_stages)
+                sSFA = self.load.a_loader.from_first_row(
+                    tile, shared.sSFA
+                )  # (sfa_rows, 1, sfa_stages)
                 operands = TileOperands(pipes, start, sSFA, sSFB_warp)
                 state = self._mainloop(operands, state, acc, thread)
             else:
@@ -447,7 +450,7 @@ class GemmSm100:
         acc_state, sfa_state = state
         acc_pipeline, sfa_pipeline = operands.pipes.acc, operands.pipes.sfa
         # (this thread's tokens, halves): the scales of one K block
-        scales = cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
+        scales = cute.make_rmem_tensor((self.acc_map.thread_tokens, self.halves), Float32)
         acc.fill(0.0)
         for kb in cutlass.range(self.k_blocks, unroll=1):
             # Must come before the wait for the accumulator, which hides the latency of these loads.
@@ -464,7 +467,7 @@ class GemmSm100:
         """Compute scales[i, h] = SFA of this thread's token i times SFB of column half h."""
         for half in cutlass.range_constexpr(self.halves):
             scale_b = operands.sSFB[kb, half]
-            for i in cutlass.range_constexpr(self.acc_map.token_scales):
+            for i in cutlass.range_constexpr(self.acc_map.thread_tokens):
                 token = self.acc_map.token(i, thread)
                 scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
 
@@ -593,14 +596,14 @@ class AccumulatorSm100:
 
     def __init__(self, config: GemmConfigSm100):
         self.config, self.swap_ab = config, config.swap_ab
-        self.token_scales = config.tile_m if self.swap_ab else 1
+        self.thread_tokens = config.tile_m if self.swap_ab else 1
         # Values from v on that lie side by side in a row of the output.
         self.neighbour_columns = 1 if self.swap_ab else 4
         self.shape = self.mma_order(config.tile_m, config.tile_n)  # (M, N) of one CTA
         # Of all CTAs that share an MMA, whose rows lie one above the other.
         self.mma_shape = (self.shape[0] * config.mma_ctas, self.shape[1])
         self.staged_rows = config.tile_m
-        self.staged_parts = UMMA_M // EPILOGUE_N
+        self.staged_blocks = UMMA_M // EPILOGUE_N
 
     def mma_order(self, tokens: Any, weights: Any) -> tuple[Any, Any]:
         """Return (A, B) of the MMA. Its own inverse: (A, B) gives (tokens, weights)."""
@@ -653,7 +656,7 @@ class AccumulatorSm100:
 
     def staging_blocks(self) -> tuple[int, int]:
         """Return the distances, in blocks, between warpgroups and between parts."""
-        return self.staged_parts, 1
+        return self.staged_blocks, 1
 
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
         """Return the copy of a thread's rounded values to the staging buffer."""

@@ -9,7 +9,8 @@ after another:
     warpgroup 0      gives its registers away and loads: `gemm_load`
     warpgroups 1..   multiply, each 64 rows of the MMA: this file
 
-They meet at `ab_pipeline`, `num_stages` deep, one K block a stage. A stage has two mbarriers:
+They meet at `ab_pipeline`, `num_stages` deep, one K block a stage, and with a dynamic schedule at
+the tile queue (`tiles.TileQueue`). A stage has two mbarriers:
 
     full     completes with all bytes that TMA brings and the arrivals of the loading warps: one for
              A (or 64 lanes that gather A by cp.async), one for B
@@ -115,7 +116,8 @@ class GemmSm90:
         else:
             self.unroll = math.gcd(self.k_blocks, 4) if config.unroll or config.overlap else 1
         if config.unroll and self.unroll == self.k_blocks:
-            # With a single iteration ptxas would free a stage without a wait for its scales.
+            # With a single iteration ptxas would free a stage without a wait for its scales. With
+            # `overlap` alone it does not (tests/kernels/test_compile.py looks at the machine code).
             self.unroll = 1
 
     # --- host -----------------------------------------------------------------------------------
@@ -165,14 +167,16 @@ class GemmSm90:
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
             # (tile_n, consumer warps) f32, if `per_channel`
             channel_scale: align[memory[Float32, c.channels * c.consumer_warps], 16]
-            tokens: align[memory[Int32, load.rows.tokens], 16]  # (tile_m / 8, 8), if gathered
+            tokens: align[
+                memory[Int32, load.a_loader.token_slots], 16
+            ]  # (tile_m / 8, 8), if gathered
             # (2, experts), if it is worth a copy: `near_rows`
             expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
             queue_barriers: memory[Int64, 2]  # full and empty of the tile queue
             queue_slot: Int32
 
         self.shared_storage = SharedStorage
-        tma_a = load.rows.operand(a, sfa)
+        tma_a = load.a_loader.operand(a, sfa)
         output = self.epilogue.output(out)
         if cutlass.const_expr(c.per_channel):
             sfb = weights_by_column(sfb, c)  # (n, 1, experts)
@@ -198,7 +202,7 @@ class GemmSm90:
         warpgroup_idx = cute.arch.make_warp_uniform(warp_idx // (WARPGROUP // WARP))
         expert_rows, lane_rows = args.expert_rows, None
         if cutlass.const_expr(self.rows_known):
-            # The first thing to wait for: nothing can be loaded before the experts' rows are known.
+            # Issue this load first: every look-up of a tile needs it, and the set-up hides it.
             lane_rows = rows_of_lane(expert_rows)
         if warp_idx == 0:
             self.load.prefetch(args)
@@ -220,7 +224,9 @@ class GemmSm90:
         staging = self.epilogue.staging(storage.out)
         queue = near = None
         if cutlass.const_expr(c.dynamic):
-            readers = self.load.rows.warps + 1 + c.consumer_warps  # warps of a CTA that take tiles
+            readers = (
+                self.load.a_loader.warps + 1 + c.consumer_warps
+            )  # warps of a CTA that take tiles
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -234,6 +240,7 @@ class GemmSm90:
             num_stages=c.num_stages,
             producer_group=arrivals(self.load.counts.full_arrivals),
             consumer_group=arrivals(self.load.counts.empty_arrivals),
+            # Not used: each loading warp expects its own bytes (`expect_bytes`).
             tx_count=self.load.counts.a_bytes + self.load.counts.b_bytes,
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
@@ -250,11 +257,11 @@ class GemmSm90:
             self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
-            scales = sSFB, channels
-            self._consume(ab_pipeline, tile_sched, warpgroup_idx - 1, shared, scales, args, staging)
+            consumer = warpgroup_idx - 1
+            self._consume(ab_pipeline, tile_sched, consumer, shared, sSFB, channels, args, staging)
 
     @cute.jit
-    def _consume(self, ab_pipeline, tile_sched, consumer, shared, scales, args, staging):
+    def _consume(self, ab_pipeline, tile_sched, consumer, shared, sSFB, channels, args, staging):
         """Compute and store this warpgroup's part of every tile of this CTA."""
         c = self.config
         tidx, _, _ = cute.arch.thread_idx()
@@ -275,7 +282,6 @@ class GemmSm90:
 
         # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
         # warps do not wait for each other.
-        sSFB, channels = scales
         sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
         if cutlass.const_expr(c.per_channel):
             channels = channels[None, thread // WARP]  # (tile_n)
@@ -297,7 +303,7 @@ class GemmSm90:
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     copy_channels(c, self.n, sfb, channels, tile)
-                sSFA = self.load.rows.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, stages)
+                sSFA = self.load.a_loader.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, stages)
                 operands = TileOperands(ab_pipeline, tCrA, tCrB, sSFA, sSFB_warp)
                 if cutlass.const_expr(c.overlap):
                     state = self._overlapped_mainloop(operands, state, acc, thread)
@@ -338,7 +344,7 @@ class GemmSm90:
         # The product of one K block, like acc: ((2, 2, MMA columns / 8), 1, 1)
         accum = cute.make_rmem_tensor(acc.shape, Float32)
         # (this thread's tokens, halves)
-        scales = cute.make_rmem_tensor((self.acc_map.token_scales, self.halves), Float32)
+        scales = cute.make_rmem_tensor((self.acc_map.thread_tokens, self.halves), Float32)
         acc.fill(0.0)
         arrived = ab_pipeline.consumer_try_wait(state)
         for first in cutlass.range(0, self.k_blocks, self.unroll, unroll=1):
@@ -348,7 +354,7 @@ class GemmSm90:
                 ab_pipeline.consumer_wait(stage, arrived)
                 # Must come before the WGMMA, or they read old data where cp.async, another proxy,
                 # wrote the rows. Where TMA wrote them, this is nothing.
-                self.load.rows.fence_loaded()
+                self.load.a_loader.fence_loaded()
                 # Must come before the WGMMA, or nothing hides the latency of these loads.
                 self._load_scales(scales, operands, thread, first + i, stage.index)
                 self._issue_wgmma(accum, operands, stage.index)
@@ -372,7 +378,7 @@ class GemmSm90:
         """Compute scales[i, h] = SFA of this thread's token i times SFB of column half h."""
         for half in cutlass.range_constexpr(self.halves):
             scale_b = operands.sSFB[kb, half]
-            for i in cutlass.range_constexpr(self.acc_map.token_scales):
+            for i in cutlass.range_constexpr(self.acc_map.thread_tokens):
                 token = self.acc_map.token(i, thread)
                 scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
 
@@ -432,7 +438,7 @@ class GemmSm90:
         ab_pipeline = operands.ab_pipeline
         # K blocks alternate between two of each: ((2, 2, MMA columns / 8), 1, 1), (tokens, halves)
         accums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(2)]
-        shape = self.acc_map.token_scales, self.halves
+        shape = self.acc_map.thread_tokens, self.halves
         scales = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
         acc.fill(0.0)
         # Each iteration must end with nothing in flight: ptxas gives up on WGMMA that are in flight
@@ -442,7 +448,7 @@ class GemmSm90:
                 if cutlass.const_expr(i < self.unroll):
                     stage = self._stage(state, i)
                     ab_pipeline.consumer_wait(stage)
-                    self.load.rows.fence_loaded()
+                    self.load.a_loader.fence_loaded()
                     self._load_scales(scales[i % 2], operands, thread, first + i, stage.index)
                     self._issue_wgmma(accums[i % 2], operands, stage.index)
                 if cutlass.const_expr(i > 0):
@@ -509,17 +515,17 @@ class AccumulatorSm90:
         up and gate are   column groups j and j + 8  rows r and r + 8
 
     The epilogue's staging buffer holds blocks of `staged_rows` tokens and 64 columns, of which a
-    consumer warpgroup has `staged_parts`.
+    consumer warpgroup has `staged_blocks`.
     """
 
     def __init__(self, config: GemmConfigSm90):
         self.config, self.swap_ab = config, config.swap_ab
-        self.token_scales = config.tile_m // 4 if self.swap_ab else 2  # tokens of a thread
+        self.thread_tokens = config.tile_m // 4 if self.swap_ab else 2  # tokens of a thread
         # Values from v on that lie side by side in a row of the output.
         self.neighbour_columns = 1 if self.swap_ab else 2
         self.shape = self.mma_order(config.tile_m, config.tile_n)  # (M, N) of all warpgroups' MMA
         self.staged_rows = config.tile_m if self.swap_ab else WGMMA_M
-        self.staged_parts = 1 if self.swap_ab else config.tile_n // EPILOGUE_N
+        self.staged_blocks = 1 if self.swap_ab else config.tile_n // EPILOGUE_N
 
     def mma_order(self, tokens: Any, weights: Any) -> tuple[Any, Any]:
         """Return (A, B) of the MMA."""

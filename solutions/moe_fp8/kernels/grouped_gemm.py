@@ -13,17 +13,18 @@ from .gemm_sm100 import GemmSm100
 
 @CompiledOnce
 def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str) -> Any:
-    """Compile the GEMM alone. A ValueError says that there is none for the shape."""
+    """Compile the GEMM alone, with an output in bfloat16. Raises ValueError: n, k or experts is not
+    supported."""
     rows, blocks = Extent("rows"), k // BLOCK
     scales = (n, 1) if config.per_channel else (n // BLOCK, blocks)
     scale_stride = Extent("scale stride", TMA_ROWS)  # TMA: strides of 16 bytes
     arguments = (  # in the order of `GemmSm90.__call__`
-        Tensor(Float8E4M3FN, (rows, k)),
+        Tensor(Float8E4M3FN, (rows, config.terms * k)),
         Tensor(Float32, (blocks, rows), strides=(scale_stride, 1)),
         Tensor(Float8E4M3FN, (experts, n, k)),
         Tensor(Float32, (experts, *scales), align=16 if config.per_channel else 4),
         Tensor(BFloat16, (rows, n)),
-        Tensor(Int32, (2, experts), align=4, strides=(Extent("boundary stride"), 1)),
+        Tensor(Int32, (2, experts), align=4, strides=(Extent("expert_rows stride"), 1)),
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
     )

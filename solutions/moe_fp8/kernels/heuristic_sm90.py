@@ -10,8 +10,8 @@ from .configs import GemmConfigSm90, LayerRules, Schedule
 
 # Rows per active expert up to which a config is used. With few rows the GEMM waits for the weights.
 # So tokens take WGMMA's narrow side. A tile holds more rows than the average, because rows differ
-# from expert to expert and a second tile would read the weights again. 6 stages keep as many bytes
-# in flight as 12.
+# from expert to expert and a second tile would read the weights again. More than 6 stages gain
+# nothing.
 FEW_ROWS = (
     (2, GemmConfigSm90(tile_m=8, swap_ab=True, stages=6)),
     (10, GemmConfigSm90(tile_m=16, swap_ab=True, stages=6)),
@@ -63,6 +63,7 @@ def choose(
     The number of rows is an expectation: every config computes any number. A caller that knows more
     passes `even` (the active experts have equally many rows) and `experts` (their number): where
     their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: FP8 terms of A.
+    With two of them `even` and `experts` change nothing.
     """
     many = (TWO_TERMS,) if terms > 1 else EVEN if even else UNEVEN
     largest = TWO_TERMS_LARGEST if terms > 1 else LARGEST
@@ -81,8 +82,10 @@ def choose(
 # clusters, and 66 clusters run at once, so 4 rows make one wave. evict_first pays while the active
 # experts have less than about six times L2's 50 MB.
 LAYER = LayerRules(
-    stages=8, one_wave=4, whole_waves=16, evict_first=300e6, slices=(128, 400), in_order=2,
-    gathered=512, larger=(10, 24),
+    stages=8, one_wave=4, whole_waves=16, evict_first=300e6, in_order=2,
+    slices=(128, 400),  # tile_m, rows an expert
+    gathered=(512, 36),  # columns, rows an expert
+    larger=(10, 24),  # rows an expert
 )  # fmt: skip
 
 
@@ -91,8 +94,8 @@ def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -
     wave takes as long as one tile, however many tiles it has."""
     for smaller in SMALLER:
         m_tiles = math.ceil(rows / smaller.tile_m)
-        pairs = smaller.cluster_m == 1 or (even and m_tiles % smaller.cluster_m == 0)
-        if _waves(smaller, rows, n, experts) <= 1 and pairs:
+        whole = smaller.cluster_m == 1 or (even and m_tiles % smaller.cluster_m == 0)
+        if whole and _waves(smaller, rows, n, experts) <= 1:
             config = smaller
     return config
 

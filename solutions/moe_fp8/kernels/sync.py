@@ -2,9 +2,9 @@
 
 Programmatic dependent launch (PDL). A kernel starts while its predecessor in the stream still runs.
 
-- Every kernel is launched with `use_pdl` and calls `wait_for_previous` before it touches memory
-  that its predecessor writes or reads. A kernel that is handed rows while they are made waits for
-  those rows, and for its predecessor before it exits.
+- Every kernel is launched with `use_pdl`. Before `wait_for_previous` it reads nothing that its
+  predecessor writes, and writes nothing that its predecessor reads or writes. A kernel that is
+  handed rows while they are made waits for those rows, and for its predecessor before it exits.
 - Every kernel waits for its predecessor before it exits. So if kernel N-1 is complete, all earlier
   kernels are.
 - A kernel lets its successor start right after its own wait. The successor's CTAs become resident
@@ -59,15 +59,16 @@ def wait_for_previous() -> None:
 
 
 class Ready(NamedTuple):
-    """The rows that a kernel's predecessor hands over, and where they may be overwritten."""
+    """The hand-over of A by a kernel's predecessor, one expert at a time."""
 
     counts: cute.Tensor  # (experts,) i32, zeroed before: elements of each expert's rows in memory
     writable_rows: Int32 | None = None
-    """Rows of its own output that may be written while the predecessor runs; None: all."""
+    """The first rows of the kernel's output, which do not lie over the predecessor's input. With
+    more rows the kernel waits for all of the predecessor first. None: no limit."""
 
 
 @cute.jit
-def announce(counts: cute.Tensor, expert: Int32, elements: Int32) -> None:
+def count_stored(counts: cute.Tensor, expert: Int32, elements: Int32) -> None:
     """Count stored elements. One thread calls it, behind a barrier of all that stored them."""
     cute.arch.atomic_add(counts.iterator + expert, elements, sem="release", scope="gpu")
 
@@ -105,7 +106,8 @@ class PairExchange:
 
     Attributes:
         waits: mbarriers of a buffer, one for each part that is waited for by itself.
-        arrivals: calls of `announce_to_other` that complete one mbarrier, with the bytes announced.
+        arrivals: calls of `expect_at_other` that complete one mbarrier, with the bytes that they
+            expect.
     """
 
     waits: int
@@ -133,8 +135,8 @@ class PairExchange:
         return mbarrier, stored // PAIR_BUFFERS % 2
 
 
-def announce_to_other(arrived: cute.Pointer, size: int) -> None:
-    """Tell the other CTA that `size` bytes will come."""
+def expect_at_other(arrived: cute.Pointer, size: int) -> None:
+    """Arrive at the other CTA's mbarrier, which then expects `size` bytes."""
     other = cute.arch.block_idx_in_cluster() ^ 1
     cute.arch.mbarrier_arrive_and_expect_tx(arrived, size, other, scope=MemScopeKind.CLUSTER)
 

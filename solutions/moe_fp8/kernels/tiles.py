@@ -22,12 +22,12 @@ MAX_EXPERTS = WARP * WARP
 
 
 class Tile(NamedTuple):
-    """One output tile: `rows` valid rows from `row` on, of column tile `n_tile`, for `expert`."""
+    """One output tile: rows from `row` on, of column tile `n_tile`, for `expert`."""
 
     expert: Int32
     n_tile: Int32
     row: Int32
-    rows: Int32  # may reach past the tile, up to the expert's end
+    rows: Int32  # up to the expert's end, also past the tile; not positive: the tile has none
 
 
 def max_ctas(
@@ -137,11 +137,11 @@ class TileScheduler:
             return self.queue.take(queue_state)
         return linear + stride, queue_state
 
-    def tile(self, linear: Int32, cta: tuple[Int32, Int32], shared: bool = False) -> Tile:
+    def tile(self, linear: Int32, cta: tuple[Int32, Int32], multicast: bool = False) -> Tile:
         """Return this CTA's part of a cluster's tile. Its `rows` is not positive where it has none.
 
-        With `shared` a CTA outside the columns has rows, too: it loads its share of A for the other
-        CTAs of its row in the cluster.
+        With `multicast` a CTA outside the columns has rows, too: it loads its share of A for the
+        other CTAs of its row in the cluster.
         """
         c = self.config
         tile = self.tiles.locate(linear)
@@ -149,7 +149,7 @@ class TileScheduler:
         n_tile = tile.n_tile * c.cluster_n + cta[1]
         rows = tile.rows - m_row
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
-        if self.n % (c.tile_n * c.cluster_n) != 0 and not shared:
+        if self.n % (c.tile_n * c.cluster_n) != 0 and not multicast:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
@@ -166,7 +166,7 @@ def _copy_rows(expert_rows: cute.Tensor, near: cute.Tensor, threads: int):
 class ExpertTiles:
     """The tiles of all experts in one linear order, looked up without a search.
 
-    A tile is that of a cluster here: `tile_m` rows and one of `n_tiles` column tiles for all its
+    A tile is that of a cluster here: `tile_rows` rows and one of `n_tiles` column tiles for all its
     CTAs together. A cluster never spans two experts. Where an expert has fewer row tiles than the
     cluster, the CTAs left over get none.
 
@@ -185,17 +185,18 @@ class ExpertTiles:
     of up to 3, tiles of 2, 2 and 3 leave no warpgroup alone on a tile; 3, 3 and 1 would.
 
     Every lane of a warp makes one from `rows_of_lane(expert_rows)` and calls `locate`. `step`
-    divides `tile_m`. Every tile but an expert's last has a multiple of `step` rows.
+    divides `tile_rows`. Every tile begins a multiple of `step` rows behind its expert's first row.
     """
 
-    def __init__(self, lane_rows, expert_rows, tile_m, n_tiles, step):
+    def __init__(self, lane_rows, expert_rows, tile_rows, n_tiles, step):
         self.expert_rows = expert_rows
         self.experts = cute.size(expert_rows, mode=[1])
-        self.tile_m, self.n_tiles, self.step = tile_m, n_tiles, step
+        self.tile_rows, self.n_tiles, self.step = tile_rows, n_tiles, step
         row, count = lane_rows
-        tiles = _tiles_of(count, tile_m, n_tiles)
         if self.experts > WARP:
-            tiles = _tiles_of_lane(expert_rows, tile_m, n_tiles)
+            tiles = _tiles_of_lane(expert_rows, tile_rows, n_tiles)
+        else:
+            tiles = _tiles_of(count, tile_rows, n_tiles)
         end = inclusive_sum(tiles)
         self.lane = LaneTiles(row, count, end - tiles, end)
 
@@ -225,14 +226,14 @@ class ExpertTiles:
         count = cute.arch.shuffle_sync(lane.count, owner)
         expert = owner + first if self.experts > WARP else owner
         # At least one, for the division, where no expert has rows.
-        m_tiles = cutlass.max(_divide(count + (self.tile_m - 1), self.tile_m), 1)
+        m_tiles = cutlass.max(_divide(count + (self.tile_rows - 1), self.tile_rows), 1)
         local = linear - begin
         n_tile = _divide(local, m_tiles)
         # Column n begins n row tiles further on: (local % m_tiles + n_tile) % m_tiles.
         rotated = local - n_tile * (m_tiles - 1)
         m_tile = rotated - _divide(rotated, m_tiles) * m_tiles
-        if cutlass.const_expr(self.step == self.tile_m):
-            begin_row, end_row = m_tile * self.tile_m, count
+        if cutlass.const_expr(self.step == self.tile_rows):
+            begin_row, end_row = m_tile * self.tile_rows, count
         else:
             steps = _divide(count + (self.step - 1), self.step)
             begin_row = _divide(m_tile * steps, m_tiles) * self.step
@@ -252,13 +253,14 @@ class ExpertTiles:
         owner = cute.arch.make_warp_uniform(cute.arch.popc(before))
         first = owner * share
         row, count = _rows_of(self.expert_rows, cute.arch.lane_idx(), first, share)
-        tiles = _tiles_of(count, self.tile_m, self.n_tiles)
+        tiles = _tiles_of(count, self.tile_rows, self.n_tiles)
         end = cute.arch.shuffle_sync(self.lane.begin, owner) + inclusive_sum(tiles)
         return LaneTiles(row, count, end - tiles, end), first
 
 
 class LaneTiles(NamedTuple):
-    """A lane's expert; `begin` and `end` of all its experts where it has several."""
+    """A lane's expert and its tiles. Where a lane has several experts, `begin` and `end` are those
+    of all of them; `row` and `count` are not used."""
 
     row: Int32
     count: Int32
@@ -274,7 +276,8 @@ def experts_per_lane(experts: int) -> int:
 def rows_of_lane(expert_rows: cute.Tensor) -> tuple[Int32, Int32]:
     """Return (first row, row count) of this lane's expert, if it has only one; 0 rows if none.
 
-    It loads from global memory. `ExpertTiles` does not, so that this load can be issued early.
+    The load from global memory can be issued early. With up to 32 experts `ExpertTiles` needs no
+    other one. With more it reads the rows itself and does not use the result.
     """
     return _rows_of(expert_rows, cute.arch.lane_idx(), Int32(0), WARP)
 
@@ -298,12 +301,12 @@ def _divide(value: Int32, by: Int32 | int) -> Int32:
     return Int32(Uint32(value) // Uint32(by))
 
 
-def _tiles_of(count: Int32, tile_m: int, n_tiles: int) -> Int32:
-    return _divide(count + (tile_m - 1), tile_m) * n_tiles
+def _tiles_of(count: Int32, tile_rows: int, n_tiles: int) -> Int32:
+    return _divide(count + (tile_rows - 1), tile_rows) * n_tiles
 
 
 @cute.jit
-def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32:
+def _tiles_of_lane(expert_rows: cute.Tensor, tile_rows: int, n_tiles: int) -> Int32:
     """Return the number of tiles of all experts that this lane answers for."""
     experts = cute.size(expert_rows, mode=[1])
     share = experts_per_lane(experts)
@@ -311,7 +314,8 @@ def _tiles_of_lane(expert_rows: cute.Tensor, tile_m: int, n_tiles: int) -> Int32
     for i in cutlass.range_constexpr(share):
         expert = cute.arch.lane_idx() * share + i
         if expert < experts:
-            tiles += _tiles_of(expert_rows[1, expert] - expert_rows[0, expert], tile_m, n_tiles)
+            count = expert_rows[1, expert] - expert_rows[0, expert]
+            tiles += _tiles_of(count, tile_rows, n_tiles)
     return tiles
 
 
