@@ -11,13 +11,15 @@ the engine's own name (`deep_gemm`, `flashinfer_cutlass`, ...).
 
 First every served layer's output on real activations is compared with float32 arithmetic on its
 dequantised weights (calc_diff). Then, after a warm-up, a decode step, a prefill and a mixed load
-are timed, of backends that run together in turns: 128 requests of 512 + 64 tokens, or as many as
+are timed: 128 requests of 512 + 64 tokens, or as many as
 the largest batch has. The CUDA graph of a decode step is timed, too ("graph"): the GPU's
 part of the step, which does not change with the host. What is compiled after the start is counted.
 With trained weights tokens and log-probabilities are compared with those of the first backend; of
 random ones they say nothing. `--text` adds the loss of a text, with its standard error over windows
 of 1024 tokens, its difference from the first backend's on the same windows, and how often both have
 the same likeliest token. The backend `bf16` serves the BF16 weights that the model was made from.
+Backends take turns within a group of `--together N`, which share the GPU. The default is one after
+the other.
 `--http N` times the HTTP server of each backend, with N clients that send a request of the mixed
 load each, at once.
 """
@@ -76,7 +78,6 @@ from scripts.serving.engines import (
     reported,
 )
 
-METHOD = "offline API, medians after a warm-up, backends that run together in turns"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 1024, 2048, 4096, 8192, 16384)
 MOST_STARTS = 3
@@ -506,6 +507,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options.parse_args(argv)
 
 
+def method(together: int) -> str:
+    """Return how the figures are measured, in words."""
+    how = f"up to {together} backends in turns" if together > 1 else "one backend after the other"
+    return f"offline API, medians after a warm-up, {how}"
+
+
 def setups(args: argparse.Namespace) -> list[Setup]:
     """Return the settings of each backend. Raises UsageError."""
     if importlib.util.find_spec(args.engine) is None:
@@ -578,7 +585,7 @@ def main() -> int:
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")
     name = SERVED[args.engine] + TRAINED * trained
-    into = Writer(name, hardware, METHOD, args.out)
+    into = Writer(name, hardware, method(args.together), args.out)
     answers: Answers = {}
     try:
         for group in steps(groups, lambda group: ", ".join(setup.backend for setup in group)):

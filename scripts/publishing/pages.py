@@ -130,6 +130,10 @@ def short_ranking(recorded: Recorded) -> list[Part]:
     main = recorded.main
     text = f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads "
     text += f"({relative(recorded)}/). {say_clocks(main)}"
+    if main.by == "harness":
+        text += " Ordered by the mean speed-up over the reference."
+    if main.compares_peers:
+        text += f" vs best peer: the fastest peer's {main.clocks[-1]} time over the solution's."
     if not main.limits.empty:
         text += (
             " TB/s: weight bytes, memory-bound workloads. TFLOP/s: the others. of the limit: mean "

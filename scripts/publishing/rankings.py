@@ -403,7 +403,7 @@ def notes(ranking: Ranking) -> str:
 
 def say_clocks(ranking: Ranking) -> str:
     """Explain the times by a ranking's clocks."""
-    text = f"harness ms: {ranking.timing}, host included."
+    text = f"harness ms: host included; {ranking.timing}."
     if "device" not in ranking.clocks:
         return f"{text} Means over the workloads. The time on the GPU alone is not recorded."
     return f"{text} device ms: {say_device(ranking)}"

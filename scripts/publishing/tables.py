@@ -688,7 +688,7 @@ def gains_table(rows: Sequence[Mapping[str, Any]], short: bool = False) -> Table
     models = [model for model in f.model.unique() if model in wide.index]
     columns = [column for column in GAINS.values() if column in wide]
     wide = wide.reindex(index=models, columns=columns).fillna("-")
-    title = "Ours over the best of the engine's own kernels, end to end"
+    title = "Speed-up over the best of the engine's own kernels, end to end"
     return Table(wide.rename_axis("served").reset_index(), title=title)
 
 

@@ -11,7 +11,7 @@ from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common import sources
-from scripts.common.program import ROOT, UsageError
+from scripts.common.program import PACKAGE_DIR, PREFIX, ROOT, UsageError
 from scripts.publishing import pages, rows, tables
 from scripts.publishing.rankings import Recorded, read
 from scripts.publishing.tables import Table
@@ -19,6 +19,7 @@ from scripts.publishing.tables import Table
 RECORD = ROOT / "results/nvidia-h100/2026-11-28"
 BLOCK = "<!-- generated: {} -->\n\nx\n\n<!-- /generated -->\n"
 FLAT = "cutedsl_moe_fp8_flat"
+LADDER = PACKAGE_DIR / "ladder"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,18 @@ FIGURES = {
     "gemm_study": ("gemm_study", lambda row: row["peer"]),
     "served": ("served", lambda row: row["part"] == "decode"),
 }
+
+
+@pytest.mark.parametrize("step", ["v1", "v2", "v3", "flat", "fused", "fused_hifi"])
+def test_the_ladder_says_what_the_record_does(step: str, recorded: Recorded) -> None:
+    """Its page, and each step's docstring, which also goes into the packed solution."""
+    (row,) = recorded.main.summary.query(f"solution == '{PREFIX}{step}'").itertuples()
+    call_ms, gpu_ms = f"{row.harness_mean_ms:.2f}", f"{row.device_mean_ms:.2f}"
+    (file,) = LADDER.glob(f"v*_{step}.py" if step[0] == "f" else f"{step}_*.py")
+    text = file.read_text("utf-8")
+    assert f"{call_ms} ms a call" in text and f"{gpu_ms} of it on the GPU" in text
+    (line,) = re.findall(rf"\({file.name}\).*", (LADDER / "README.md").read_text("utf-8"))
+    assert re.search(rf"\| {call_ms}( \(\S+x\))? \| {gpu_ms}( \(\S+x\))? \|$", line)
 
 
 @pytest.mark.parametrize("name", FIGURES)

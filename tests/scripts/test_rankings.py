@@ -548,13 +548,15 @@ def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     own = text.split(f"\nRecorded: {recorded.main.hardware}: 19 workloads, ")[1]
     own = own.split("\n\n\n")[0]
     assert f"Recorded {RECORD.name}; not measured in this run." in own
-    assert "harness ms: flashinfer-bench" in own and "The sources have not changed since." in own
+    assert "harness ms: host included; flashinfer-bench" in own
+    assert "The sources have not changed since." in own
     first = recorded.main.summary.iloc[0]
     (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
     kind = "peer" if first.peer else "ours"
     assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
     assert row[4] == f"{first.harness_mean_ms:.3f}"
     now["cutedsl_moe_fp8_v3"] = "x"
+    monkeypatch.setattr(sources, "unchanged", lambda *_: False)
     assert "Since this run the source of v3 has changed." in pages.without_gpu([], [recorded])
 
 

@@ -8,8 +8,8 @@ Why: the plain starting point. All generations share this GEMM. v1 runs it with 
 every problem, so later gains come from the code around it. The host waits for the GPU once per
 expert, and four times a call it launches a few copies per expert while the GPU waits.
 
-Gain: none, v1 is the baseline: 4.07 ms a call, 0.88 of it on the GPU (mean of 19 workloads, H100,
-2026-11-27).
+Gain: none, v1 is the baseline: 3.55 ms a call, 0.88 of it on the GPU (mean of 19 workloads, H100,
+2026-11-28).
 """
 
 import torch

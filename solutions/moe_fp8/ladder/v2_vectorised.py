@@ -7,8 +7,8 @@ one scatter per tensor (`padded`), behind a gather of the tokens; unpadding is o
 Why: in v1 the host waits for the GPU once per expert and launches a few kernels per expert, most of
 them for a handful of rows. Both costs grow with the number of experts. In v2 neither does.
 
-Gain over v1: 4.07 -> 1.00 ms a call, 0.88 -> 0.54 of it on the GPU (mean of 19 workloads, H100,
-2026-11-27).
+Gain over v1: 3.55 -> 0.91 ms a call, 0.88 -> 0.54 of it on the GPU (mean of 19 workloads, H100,
+2026-11-28).
 """
 
 import torch

@@ -11,8 +11,8 @@ captured a call serves any routing of T tokens.
 Why: v3's host waits for the routing to learn the number of rows. Meanwhile it launches nothing, and
 afterwards the GPU waits for the launches.
 
-Gain over v3: 0.83 -> 0.66 ms a call, 0.48 -> 0.42 of it on the GPU (mean of 19 workloads, H100,
-2026-11-27).
+Gain over v3: 0.74 -> 0.62 ms a call, 0.48 -> 0.42 of it on the GPU (mean of 19 workloads, H100,
+2026-11-28).
 """
 
 from collections.abc import Callable

@@ -17,8 +17,8 @@ stored them, on SMs without a tile of GEMM1.
 Why: in v4 (flat) up and gate go to memory in bfloat16, and another kernel reads them back. With few
 tokens the host spends more time on launches than the GPU on the layer.
 
-Gain over flat: 0.66 -> 0.44 ms a call, 0.42 -> 0.40 of it on the GPU (mean of 19 workloads, H100,
-2026-11-27).
+Gain over flat: 0.62 -> 0.43 ms a call, 0.42 -> 0.40 of it on the GPU (mean of 19 workloads, H100,
+2026-11-28).
 
 A token's bits depend neither on the other tokens nor on their number.
 """

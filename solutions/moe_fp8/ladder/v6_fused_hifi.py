@@ -8,8 +8,8 @@ Why: rounding the intermediate to FP8 limits the accuracy of this definition's l
 own errors are a hundred times smaller. Two terms of 4 significant bits have 8, like bfloat16.
 
 Cost over v5 (fused): GEMM2 has twice the MMAs, output bytes and intermediate bytes, but no more
-weight bytes. 0.44 -> 0.49 ms a call, 0.40 -> 0.44 of it on the GPU (mean of 19 workloads, H100,
-2026-11-27).
+weight bytes. 0.43 -> 0.47 ms a call, 0.40 -> 0.44 of it on the GPU (mean of 19 workloads, H100,
+2026-11-28).
 """
 
 from ..call import DEEPSEEK_V3, MoeShape, run_of
