@@ -63,8 +63,8 @@ class Ready(NamedTuple):
 
     counts: cute.Tensor  # (experts,) i32, zeroed before: elements of each expert's rows in memory
     writable_rows: Int32 | None = None
-    """The first rows of the kernel's output, which do not lie over the predecessor's input. With
-    more rows the kernel waits for all of the predecessor first. None: no limit."""
+    """Number of rows of the kernel's output that do not lie over the predecessor's input. With more
+    rows the kernel waits for all of the predecessor first. None: no limit."""
 
 
 @cute.jit
