@@ -29,6 +29,8 @@ from scripts.common.program import UsageError, error_line
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU."""
 WARMUP = 3
+ATTEMPTS = 5
+"""The most runs for one sample: the host may always need longer than the flush."""
 TRACED_CALLS = 7
 """The most calls of a solution that is traced: starting the profiler for each takes long."""
 HARNESS_EVENTS = hasattr(harness, "do_bench")
@@ -128,18 +130,24 @@ def in_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
     """Return the milliseconds on the GPU of each run, a list over the repeats.
 
     The runs take turns, so that a drifting clock favours none. The L2 cache is overwritten before
-    each run. Two rounds of warm-up do not count.
+    each run. Meanwhile the host launches the run. If it is late, the GPU waits for it after the
+    first event, so the run is timed again, up to `ATTEMPTS` times in all. Two rounds of warm-up do
+    not count.
     """
     flush = flush_buffer()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(-2, repeats):
         for name, run in runs.items():
-            flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
+            for _ in range(ATTEMPTS):
+                flush.zero_()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                run()
+                end.record()
+                late = begin.query()
+                end.synchronize()
+                if not late:
+                    break
             if repeat >= 0:
                 samples[name].append(begin.elapsed_time(end))
     return samples

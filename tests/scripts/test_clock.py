@@ -56,6 +56,14 @@ def test_calls_that_wait_are_traced_and_others_replayed_in_turns(cuda, monkeypat
     assert cuda.called_on == {clock.own_stream()}, "a solution keeps its buffers for each"
 
 
+@pytest.mark.parametrize(("late", "counted"), [(0, [3, 4]), (12, [13, 14]), (10**6, [15, 20])])
+def test_a_run_is_timed_again_if_the_host_was_late(cuda, late, counted) -> None:
+    """Two samples, after two rounds of warm-up. `counted`: which runs they are, of all from 1."""
+    kernel, cuda.late = Kernel(cuda, "a"), late
+    samples = clock.in_turns({"a": kernel}, repeats=2)["a"]
+    assert samples == [kernel.took[run - 1] for run in counted]
+
+
 def test_a_graph_is_given_what_was_kept_for_the_call(cuda) -> None:
     """Else every replay would fill the peer's buffers."""
     kernel, seen = Kernel(cuda, "a"), set()

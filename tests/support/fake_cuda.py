@@ -21,11 +21,13 @@ class FakeCuda:
     log: names of the kernels that ran, "flush" where the whole L2 cache was overwritten, "event"
         where one was recorded, "wait" where the host waited for it or for all.
     called_on: the streams on which kernels were called; captures and replays do not count.
+    late: how many times the GPU still reaches a launch before the host.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.log: list[str] = []
         self.ms = 0.0
+        self.late = 0
         self.stream = Stream()
         self.called_on: set[Stream] = set()
         self.captured: list[Kernel] | None = None
@@ -127,6 +129,10 @@ class Event:
     def record(self) -> None:
         self.at = self.cuda.ms
         self.cuda.log.append("event")
+
+    def query(self) -> bool:
+        self.cuda.late -= 1
+        return self.cuda.late >= 0
 
     def synchronize(self) -> None:
         self.cuda.log.append("wait")
