@@ -2,8 +2,8 @@
 
     from moe_fp8 import batched_experts, experts, fused_moe
 
-Read `kernels/fused.py` first: it lists the launches of a call. `ladder/README.md` shows the steps
-that led there.
+`kernels/fused.py` lists the launches of a call. `ladder/README.md` shows the steps that led there,
+and the project's README has the order to read in.
 """
 
 import importlib

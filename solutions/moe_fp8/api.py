@@ -108,8 +108,8 @@ def fused_moe(
 
     Runs on the current stream of the tensors' device and does not wait for it. A CUDA graph can
     capture a call after an ordinary call with as many tokens, or after `prepare`; it then serves
-    any routing. On CPU tensors the reference model runs, in plain torch. No gradient flows through
-    the layer.
+    any routing. On CPU tensors the reference model runs, in plain torch. The layer has no
+    derivative: under autograd it refuses tensors that require a gradient.
 
     A NaN or an infinity makes the same elements of the output non-finite as in the definition's
     float32 reference. Which are NaN and which infinite may differ: the intermediate is FP8, and an
@@ -118,7 +118,8 @@ def fused_moe(
 
     If memory runs out, torch.OutOfMemoryError is raised, and the next call can succeed. In addition
     to the output a call needs 132 KB a token at DeepSeek-V3's geometry, 263 KB if `accurate`. Above
-    16384 tokens it needs no more than for 16384.
+    16384 tokens it needs no more than for 16384, but for H/32 bytes a token: contiguous scales of
+    FP8 tokens are copied.
 
     Args:
         routing_logits: `[T, E]` float32 or bfloat16.
@@ -144,8 +145,9 @@ def fused_moe(
             1e-6 instead of 3e-4; see `v6_fused_hifi` for the cost.
         swiglu_limit, swiglu_alpha, swiglu_beta: an expert's activation is
             `gate * sigmoid(alpha * gate) * (up + beta)`, with gate clamped to at most the limit and
-            up to -limit ... limit; a NaN stays a NaN. None is no limit. Each triple has its own
-            compiled kernels.
+            up to -limit ... limit; a NaN stays a NaN. None is no limit. The numbers are finite, at
+            most 1e38 in magnitude, and the limit is positive. Each triple has its own compiled
+            kernels.
         ue8m0: round the layer's own scales, those of bfloat16 tokens and of the intermediate, up to
             powers of two. Models with the `scale_fmt` "ue8m0" were trained like that.
         out: `[T, H]` bfloat16, written and returned; None: a new tensor. It must not share memory
@@ -155,9 +157,10 @@ def fused_moe(
         `[T, H]` bfloat16.
 
     Raises:
-        ValueError: an argument's shape, type, device or layout is wrong (the message names it), or
-            the GPU is not supported. Nothing was launched.
-        RuntimeError: a stream is being captured, and a kernel of the call is not compiled yet.
+        ValueError: an argument's shape, type, device or layout is wrong or it requires a gradient
+            (the message names it), or the GPU is not supported. Nothing was launched.
+        RuntimeError: a stream is being captured and a kernel of the call is not loaded yet, or a
+            transform of torch.func is under way.
     """
     inputs = MoeInputs(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
@@ -213,8 +216,8 @@ def experts(
     twice: outputs are summed in the order of the local experts. An id that is not local adds
     nothing, whatever its number. A weight may be 0; a shared expert is one more id.
 
-    T tokens with K experts each, K up to 31, L local experts. Streams, graphs, NaN and memory are
-    as in `fused_moe`.
+    T tokens with K experts each (K up to 31), E experts, L of them local, width H, expert width I;
+    H and I are multiples of 128. Streams, graphs, NaN and memory are as in `fused_moe`.
 
     Args:
         topk_ids: `[T, K]` int32 or int64. Without a map id `local_expert_offset + e` is local
@@ -233,7 +236,7 @@ def experts(
             local expert.
         local_expert_offset: the first local id; 0 with a map.
         num_experts: E, the number of ids; by default the length of the map, or L without a map. It
-            changes no bit: the kernels' tiles depend on the rows to expect of an expert.
+            chooses the kernels' tiles, by the rows to expect of an expert, and changes no bit.
         accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
         out: `[T, H]` bfloat16, as in `fused_moe`.
 
@@ -241,9 +244,10 @@ def experts(
         `[T, H]` bfloat16.
 
     Raises:
-        ValueError: an argument's shape, type, device or layout is wrong (the message names it; K is
-            `top_k`), or the GPU is not supported. Nothing was launched.
-        RuntimeError: a stream is being captured, and a kernel of the call is not compiled yet.
+        ValueError: an argument's shape, type, device or layout is wrong or it requires a gradient
+            (the message names it; K is `top_k`), or the GPU is not supported. Nothing was launched.
+        RuntimeError: a stream is being captured and a kernel of the call is not loaded yet, or a
+            transform of torch.func is under way.
     """
     inputs = RoutedInputs(
         topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
@@ -294,10 +298,11 @@ def batched_experts(
     follows applies the weights. Later rows of `x` and `x_scale` may have any values, and later rows
     of `out` are not written. A row's bits depend only on the token and its expert.
 
-    L local experts with R rows each, width H, expert width I. The counts stay on the GPU: a
-    captured call serves any counts. Streams, graphs and NaN are as in `fused_moe`. In addition to
-    the output a call needs `L R (I + I/32 + H/32)` bytes, `L R H` more with bfloat16 tokens,
-    `L R I` more if `accurate`.
+    L local experts with R rows each, width H, expert width I; H and I are multiples of 128, and R
+    is at most min(2^22, 2^24 / L, (2^31 - 1) / I). The counts stay on the GPU: a captured call
+    serves any counts. Streams, graphs and NaN are as in `fused_moe`. In addition to the output a
+    call needs `L R (I + I/32 + H/32)` bytes, `L R H` more with bfloat16 tokens, `L R I` more if
+    `accurate`.
 
     Args:
         x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
@@ -309,8 +314,9 @@ def batched_experts(
         w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[L, R, H/128]` float32 of FP8 tokens, contiguous along rows or along columns of
             each matrix (DeepEP's strides are `(R H/128, 1, R)`); None with bfloat16.
-        expected_m: the tokens to expect of an expert, by default R. It changes no bit: the kernels'
-            tiles depend on it, rounded up to a power of two.
+        expected_m: the tokens to expect of an expert, by default R. Rounded up to a power of two,
+            it chooses the kernels' tiles. It changes no bit. If it is given, later calls cost the
+            host less.
         gate_first: False if rows of up lie above those of gate in `w13` and `w13_scale`.
         accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
         out: `[L, R, H]` bfloat16, as in `fused_moe`.
@@ -319,13 +325,15 @@ def batched_experts(
         `[L, R, H]` bfloat16.
 
     Raises:
-        ValueError: an argument's shape, type, device or layout is wrong (the message names it), or
-            the GPU is not supported. Nothing was launched.
-        RuntimeError: a stream is being captured, and a kernel of the call is not compiled yet.
+        ValueError: an argument's shape, type, device or layout is wrong or it requires a gradient
+            (the message names it), or the GPU is not supported. Nothing was launched.
+        RuntimeError: a stream is being captured and a kernel of the call is not loaded yet, or a
+            transform of torch.func is under way.
     """
     inputs = BatchedInputs(num_tokens, expected_m, x, x_scale, w13, w13_scale, w2, w2_scale)
     output = _new_output(x) if out is None else out
     seen: list[FusedLayer] = []
+    # `batched_layer` replaces None, for the long way alone.
     if not is_dynamo_compiling() and type(expected_m) is int and expected_m > 0:
         try:
             seen = _layers_seen(
@@ -347,7 +355,7 @@ def batched_experts(
 # --- running ------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024, typed=True)  # 8.0 is refused: it must not find the layer of 8
+@functools.lru_cache(maxsize=1024, typed=True)  # 8.0 == 8, but 8.0 must be refused
 def _layers_seen(*key: Any) -> list[FusedLayer]:
     """Return a list with the layer of the last call with this key, the weights' shape and the
     options; empty before the first call.
@@ -461,6 +469,10 @@ def refuse_gradients(inputs: Inputs, out: torch.Tensor | None) -> None:
 
 # --- layers -------------------------------------------------------------------------------------
 
+NO_TENSOR = (AttributeError, RuntimeError, ValueError)
+"""Exceptions of unpacking the shape of an argument that is no tensor, has another number of
+dimensions or is nested."""
+
 
 def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLayer:
     """Return the layer for the sizes and types of a call of `fused_moe`.
@@ -494,7 +506,7 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
         )  # fmt: skip
         if expert_map is not None:
             (mapped,) = expert_map.shape
-            if num_experts is not None:
+            if num_experts is not None:  # its errors pass through the handler below
                 check_integer("num_experts", num_experts)
                 if num_experts != mapped:
                     wanted = f"expected {mapped}, as many as expert_map has"
@@ -540,9 +552,6 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
     return _layer_of(key, inputs, BATCHED_TYPES), inputs._replace(expected_m=expected)
 
 
-NO_TENSOR = (AttributeError, RuntimeError, ValueError)
-"""Exceptions of unpacking the shape of an argument that is no tensor, has another number of
-dimensions or is nested."""
 WEIGHT_SCALES = (5, F32, E8M0)
 MOE_TYPES = (0, F32, BF16), (1, BF16, F32), (2, FP8, BF16), WEIGHT_SCALES
 EXPERTS_TYPES = (0, I32, I64), (2, FP8, BF16), WEIGHT_SCALES
@@ -563,7 +572,7 @@ def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...]
         return _layer.__wrapped__(*key)  # refuses the option: the cache needs hashable arguments
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # 8.0 is refused: it must not find the layer of 8
+@functools.lru_cache(maxsize=64, typed=True)  # 8.0 == 8, but 8.0 must be refused
 def _layer(
     kind: str, num_experts: Any, local: int, hidden: int, intermediate: int,
     n_group: Any, topk_group: Any, top_k: Any,
@@ -592,8 +601,7 @@ def _layer(
         choice, bias, x, strided, gate_first, has_map, weight_scale, per_channel, is_batched
     )
     layer = BatchedLayer if is_batched else FusedLayer
-    unusual = None if form == Form() else form
-    return layer(shape, 2 if accurate else 1, form=unusual, out_name="out")
+    return layer(shape, 2 if accurate else 1, form=form, out_name="out")
 
 
 def _is_per_channel(scale: Any, rows: int) -> bool:
@@ -672,9 +680,7 @@ def call_of(
         inputs = BatchedInputs._make(named[name] for name in BatchedInputs._fields)
         layer, inputs = batched_layer(inputs, shared)
         x = inputs.x
-    out = named["out"]
-    if out is None:
-        out = torch.empty_like(x, dtype=torch.bfloat16)
+    out = _new_output(x) if named["out"] is None else named["out"]
     check_call(inputs, out, layer.shape, layer.form, layer.out_name)
     return layer, inputs, out
 

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 CACHE_VARIABLE = "MOE_FP8_CACHE_DIR"
-NAME = "moe_fp8"
-"""Name of the directory. It cannot be the package's name: each packed solution has another one."""
+CACHE_NAME = "moe_fp8"
+"""Name of the directory. A literal, as `__package__` differs in each packed solution."""
 
 OBJECT, DIGEST, DESCRIPTION = "kernel.o", "sha256", "made_of.json"
 ENTRY = re.compile(r"\w+-[0-9a-f]{32}")
@@ -61,7 +61,7 @@ def cache_dir() -> Path | None:
         return None
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
-        return (Path(chosen) if chosen else user_cache / NAME / "kernels").expanduser()
+        return (Path(chosen) if chosen else user_cache / CACHE_NAME / "kernels").expanduser()
     except RuntimeError:
         return None
 
@@ -71,7 +71,7 @@ class CachedKernel:
     """One compiled kernel of the cache."""
 
     path: Path  # its directory
-    made_of: dict[str, Any]  # the description of its machine code's inputs; {} if unreadable
+    description: dict[str, Any]  # of its machine code's inputs; {} if unreadable
     size: int  # bytes on disk
     used: float  # when it was stored or last loaded, seconds since the epoch
 
@@ -86,15 +86,15 @@ class KernelCache:
     def __init__(self, directory: Path, load: Any = None, export: Any = None):
         self.directory, self._load, self._export = directory, load, export
 
-    def get(self, made_of: dict[str, str], build: Callable[[], Any]) -> Any:
+    def get(self, description: dict[str, str], build: Callable[[], Any]) -> Any:
         """Return the kernel with this description: load it, or build and store it.
 
         Loading an entry takes no lock and writes only its time of use. One process builds, others
         wait and load; on a file system without locks several build. If nothing can be stored, the
         kernel is built anyway, with one warning that says why.
         """
-        entry, text = self._entry(made_of)
-        function = None
+        entry, text = self._entry(description)
+        function = failed = None
         try:
             function = self._read(entry)
             if function is None:
@@ -102,25 +102,31 @@ class KernelCache:
                 with self.lock(entry.name[-32:-30]):
                     function = self._read(entry)  # another process may have stored it
                     if function is None:
-                        function = build()
-                        self._store(function, entry, text)
+                        try:
+                            function = build()
+                        except OSError as error:  # of the compiler, not of the cache
+                            failed = error
+                        else:
+                            self._store(function, entry, text)
         except OSError as error:
             why = f"kernels are compiled and not kept in {self.directory} ({error})"
             self._warn(error.strerror, f"{why}; set {CACHE_VARIABLE} to a directory of your own")
+        if failed is not None:
+            raise failed
         return build() if function is None else function
 
-    def has(self, made_of: dict[str, str]) -> bool:
+    def has(self, description: dict[str, str]) -> bool:
         """True if the directory has the kernel. The file is not read, so it may be damaged."""
         with contextlib.suppress(OSError):
-            require_trusted(self._entry(made_of)[0] / OBJECT)
+            require_trusted(self._entry(description)[0] / OBJECT)
             return True
         return False
 
-    def _entry(self, made_of: dict[str, str]) -> tuple[Path, str]:
+    def _entry(self, description: dict[str, str]) -> tuple[Path, str]:
         """Return the directory of the entry with this description, and the description as text."""
-        text = json.dumps(made_of, indent=1, sort_keys=True)
+        text = json.dumps(description, indent=1, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return self.directory / f"{made_of['kernel']}-{digest}", text
+        return self.directory / f"{description['kernel']}-{digest}", text
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
@@ -151,21 +157,26 @@ class KernelCache:
         kernels = []
         for path in self._named(ENTRY):
             try:
-                digest = path / DIGEST
-                used = digest.stat().st_mtime
-                size = sum(file.stat().st_size for file in path.iterdir())
+                files = {file.name: file.stat() for file in path.iterdir()}
+                # A process that was killed while it removed the entry may leave no digest.
+                used = (files.get(DIGEST) or path.stat()).st_mtime
             except OSError:  # another process removed it
                 continue
+            if not files.keys() & {OBJECT, DIGEST, DESCRIPTION}:
+                continue  # another program's: the name alone is no proof
+            size = sum(file.st_size for file in files.values())
             try:
-                made_of = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+                description = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
             except (OSError, ValueError):
-                made_of = {}
-            kernels.append(CachedKernel(path, made_of, size, used))
+                description = {}
+            if not isinstance(description, dict):  # the file may hold any JSON
+                description = {}
+            kernels.append(CachedKernel(path, description, size, used))
         return sorted(kernels, key=lambda entry: -entry.used)
 
     def trim(self, limit: int = LIMIT_BYTES) -> list[CachedKernel]:
-        """Remove the least recently used entries above `limit`, and the drafts of killed processes;
-        return the removed entries."""
+        """Remove the least recently used entries above `limit` bytes, and the drafts of killed
+        processes; return the removed entries."""
         removed, total = [], 0
         for entry in self.entries():
             total += entry.size
@@ -209,14 +220,14 @@ class KernelCache:
             self._warn(why, f"{kernel} {why}: compiled anew")
             return None
 
-    def _store(self, function: Any, entry: Path, made_of: str) -> None:
+    def _store(self, function: Any, entry: Path, description: str) -> None:
         """Store a function as an entry. The umask decides who can read it."""
         draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=self.directory))
         try:
             self._export(function, draft / OBJECT)
             content = (draft / OBJECT).read_bytes()
             (draft / DIGEST).write_text(hashlib.sha256(content).hexdigest(), encoding="ascii")
-            (draft / DESCRIPTION).write_text(made_of, encoding="utf-8")
+            (draft / DESCRIPTION).write_text(description, encoding="utf-8")
             for path in draft.iterdir():
                 path.chmod(path.stat().st_mode & 0o755)
             draft.chmod(0o755)  # must come after the files' chmod, or others may open one to write
@@ -276,12 +287,12 @@ def import_closure(entry: Path, root: Path) -> list[Path]:
     """Return all files under `root` that importing `entry` may import, sorted by path.
 
     Parses the files and imports nothing. Imports inside functions count, and so do the
-    `__init__.py` files of the packages. `root` is the directory of the top-level package, whatever
-    its import name.
+    `__init__.py` files of the packages. Imports of other packages are skipped. `root` is the
+    directory of the top-level package, whatever its import name.
 
     Raises:
         ClosureError: an import leaves `root`, names no file there, or reaches the package by its
-            absolute name (a bundle has another name).
+            absolute name (a bundle has another name); or a directory has no `__init__.py`.
     """
     root = root.resolve()
     pending = [entry.resolve()]
@@ -311,29 +322,30 @@ def _package_inits(path: Path, root: Path) -> Iterator[Path]:
 
 
 def _imported_files(node: ast.AST, path: Path, root: Path) -> Iterator[Path]:
-    """Yield the files that a statement or call of the file `path` imports from `root`."""
+    """Yield the files that a statement of the file `path` imports from `root`. Raises ClosureError
+    also for a call that imports from this package by name."""
 
-    def fail(why: str) -> ClosureError:
+    def error(why: str) -> ClosureError:
         where = f"{path.relative_to(root).as_posix()}:{getattr(node, 'lineno', 0)}"
         return ClosureError(f"{where}: {why}")
 
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.split(".")[0] == PACKAGE:
-                raise fail(f"'import {alias.name}' is absolute; use a relative import")
+                raise error(f"'import {alias.name}' is absolute; use a relative import")
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
         if (node.module or "").split(".")[0] == PACKAGE:
-            raise fail(f"'from {node.module} import ...' is absolute; use a relative import")
+            raise error(f"'from {node.module} import ...' is absolute; use a relative import")
     elif isinstance(node, ast.ImportFrom):
         base = path.parent
         for _ in range(node.level - 1):
             base = base.parent
         if not base.is_relative_to(root):
-            raise fail(f"relative import of level {node.level} leaves the package")
+            raise error(f"relative import of level {node.level} leaves the package")
         target = base.joinpath(*(node.module or "").split(".")) if node.module else base
         source = _module_file(target)
         if source is None:
-            raise fail(f"'{'.' * node.level}{node.module or ''}' is no module of the package")
+            raise error(f"'{'.' * node.level}{node.module or ''}' is no module of the package")
         yield source
         if source.name == "__init__.py":
             # A name without a file is defined in the `__init__.py`.
@@ -345,7 +357,7 @@ def _imported_files(node: ast.AST, path: Path, root: Path) -> Iterator[Path]:
             name = node.args[0]
             text = name.value if isinstance(name, ast.Constant) else None
             if isinstance(text, str) and (text.startswith(".") or text.split(".")[0] == PACKAGE):
-                raise fail(f"{called}({text!r}) cannot be followed; use an import statement")
+                raise error(f"{called}({text!r}) cannot be followed; use an import statement")
 
 
 def _module_file(target: Path) -> Path | None:
@@ -364,10 +376,8 @@ def mebibytes(entries: Sequence[CachedKernel]) -> str:
 
 
 def line(entry: CachedKernel) -> str:
-    # The file may hold any JSON.
-    made_of = entry.made_of if isinstance(entry.made_of, dict) else {}
-    kernel = made_of.get("kernel", entry.path.name)
-    parameters = made_of.get("parameters", "?")
+    kernel = entry.description.get("kernel", entry.path.name)
+    parameters = entry.description.get("parameters", "?")
     hours = max(0.0, time.time() - entry.used) / 3600
     return f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel} {parameters}"
 

@@ -29,7 +29,8 @@ CHUNK_TOKENS = 16384
 """Most tokens in one pass over the kernels. At DeepSeek-V3's geometry the workspace takes 132 KB a
 token, so 2.2 GB a pass; with two FP8 terms twice as much."""
 LARGEST_OFFSET = 2**30
-"""An offset above every expert id. An expert count can be added to it within int32."""
+"""An offset above every expert id of a routing. In int32 an expert count can be added to it, and it
+can be subtracted from an id."""
 
 
 def round_up(value: Any, multiple: int) -> Any:
@@ -167,13 +168,15 @@ class MoeShape:
     topk_group: int = 4  # groups that a token's experts come from
     top_k: int = 8  # experts of a token, at most 31
     routing: str = "deepseek_v3"  # `renormalize`: logits are bfloat16, and there is no bias;
-    # `given`: there are neither, and num_experts only bounds the rows of an expert
+    # `given`: there are neither; num_experts is the number of ids, which tells the rows to expect
     swiglu: Swiglu = SILU  # or its numbers as a tuple, a literal in a packed solution
     ue8m0: bool = False  # activation scales are powers of two, rounded up
 
     def __post_init__(self) -> None:
         if isinstance(self.swiglu, tuple):
             object.__setattr__(self, "swiglu", Swiglu(*self.swiglu))
+        if not isinstance(self.swiglu, Swiglu):
+            raise ValueError(f"swiglu={shown(self.swiglu)}: expected a Swiglu or a tuple")
         for field in fields(self):
             size = getattr(self, field.name)
             whole = isinstance(size, Integral) and not isinstance(size, bool)
@@ -287,12 +290,17 @@ def expected_rows(pairs: int, experts: int) -> float:
     return mean / -math.expm1(-mean)
 
 
-def bounded_offset(local_expert_offset: int, num_local_experts: int) -> int:
-    """Return the offset clamped to int32. An offset past either end means: no expert is local."""
-    return min(max(local_expert_offset, -num_local_experts), LARGEST_OFFSET)
+def bounded_offset(local_expert_offset: int) -> int:
+    """Return the offset clamped to `LARGEST_OFFSET` in magnitude: no id of a routing is as large.
+
+    An id of a caller, too, must be smaller if its offset is not.
+    """
+    return min(max(local_expert_offset, -LARGEST_OFFSET), LARGEST_OFFSET)
 
 
 # --- inputs -------------------------------------------------------------------------------------
+
+# T tokens, L local experts, R rows of each expert, H hidden_size, I intermediate_size
 
 
 class MoeInputs(NamedTuple):
@@ -302,10 +310,10 @@ class MoeInputs(NamedTuple):
     routing_bias: torch.Tensor | None  # [num_experts] bfloat16, None where the routing has none
     hidden_states: torch.Tensor  # [T, H] float8_e4m3fn
     hidden_states_scale: Any  # [H/128, T] float32; None with bfloat16
-    gemm1_weights: torch.Tensor  # [E, 2I, H] float8_e4m3fn
-    gemm1_weights_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
-    gemm2_weights: torch.Tensor  # [E, H, I] float8_e4m3fn
-    gemm2_weights_scale: torch.Tensor  # [E, H/128, I/128] float32; per channel [E, H]
+    gemm1_weights: torch.Tensor  # [L, 2I, H] float8_e4m3fn
+    gemm1_weights_scale: torch.Tensor  # [L, 2I/128, H/128] float32; per channel [L, 2I]
+    gemm2_weights: torch.Tensor  # [L, H, I] float8_e4m3fn
+    gemm2_weights_scale: torch.Tensor  # [L, H/128, I/128] float32; per channel [L, H]
     local_expert_offset: int | torch.Tensor
     routed_scaling_factor: float | torch.Tensor
 
@@ -317,26 +325,26 @@ class RoutedInputs(NamedTuple):
     topk_weights: torch.Tensor  # [T, top_k] float32
     x: torch.Tensor  # [T, H] float8_e4m3fn or bfloat16
     x_scale: torch.Tensor | None  # [H/128, T] float32, None where x is bfloat16
-    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
-    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
-    w2: torch.Tensor  # [E, H, I] float8_e4m3fn
-    w2_scale: torch.Tensor  # [E, H/128, I/128] float32; per channel [E, H]
+    w13: torch.Tensor  # [L, 2I, H] float8_e4m3fn
+    w13_scale: torch.Tensor  # [L, 2I/128, H/128] float32; per channel [L, 2I]
+    w2: torch.Tensor  # [L, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor  # [L, H/128, I/128] float32; per channel [L, H]
     local_expert_offset: int | torch.Tensor
-    expert_map: torch.Tensor | None  # [any] int32: local expert of an id, or -1
+    expert_map: torch.Tensor | None  # [num_experts] int32: local expert of an id, or -1
 
 
 class BatchedInputs(NamedTuple):
     """The experts' inputs for tokens that are sorted by expert (`given`), R rows for each expert,
     in the order of `MoeInputs`."""
 
-    num_tokens: torch.Tensor  # [E] int32: each expert's tokens, in the first of its R rows
+    num_tokens: torch.Tensor  # [L] int32: each expert's tokens, in the first of its R rows
     expected_m: int | None  # the host's guess of an expert's tokens, None until a layer is chosen
-    x: torch.Tensor  # [E, R, H] float8_e4m3fn or bfloat16
-    x_scale: torch.Tensor | None  # [E, R, H/128] float32, rows or columns contiguous; None: bf16 x
-    w13: torch.Tensor  # [E, 2I, H] float8_e4m3fn
-    w13_scale: torch.Tensor  # [E, 2I/128, H/128] float32; per channel [E, 2I]
-    w2: torch.Tensor  # [E, H, I] float8_e4m3fn
-    w2_scale: torch.Tensor  # [E, H/128, I/128] float32; per channel [E, H]
+    x: torch.Tensor  # [L, R, H] float8_e4m3fn or bfloat16
+    x_scale: torch.Tensor | None  # [L, R, H/128] float32, rows or columns contiguous; None: bf16 x
+    w13: torch.Tensor  # [L, 2I, H] float8_e4m3fn
+    w13_scale: torch.Tensor  # [L, 2I/128, H/128] float32; per channel [L, 2I]
+    w2: torch.Tensor  # [L, H, I] float8_e4m3fn
+    w2_scale: torch.Tensor  # [L, H/128, I/128] float32; per channel [L, H]
 
 
 Inputs = MoeInputs | RoutedInputs | BatchedInputs
@@ -345,11 +353,11 @@ Inputs = MoeInputs | RoutedInputs | BatchedInputs
 class GroupedRows(NamedTuple):
     """The rows of the GEMMs, one per (token, local expert) pair: sorted by expert, then by token.
 
-    The first P rows are used. Only the device knows P (`m_indptr[E]`).
+    The first P rows are used. Only the device knows P (`m_indptr[L]`).
     """
 
     token_of_row: Any  # [T*top_k] int32, unspecified from P on; None unless requested
-    m_indptr: torch.Tensor  # [E+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
+    m_indptr: torch.Tensor  # [L+1] int32, expert e owns rows m_indptr[e]..m_indptr[e+1]
     # [T, top_k] int32, -1 if the pair's expert is not local. A token that lists an expert twice
     # has one row for both pairs.
     pair_row: torch.Tensor
@@ -369,7 +377,8 @@ def some_tokens(inputs: Any, part: slice) -> Any:
 
 
 def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the inputs and the output in parts of at most `CHUNK_TOKENS` tokens."""
+    """Yield the inputs and the output in parts of at most `CHUNK_TOKENS` tokens; `BatchedInputs`,
+    whose `output.shape[0]` is L, in one part."""
     tokens = output.shape[0]
     if tokens <= CHUNK_TOKENS:
         yield inputs, output
@@ -591,8 +600,9 @@ class Signature:
             )
 
     def misplaced(self, tensors: Sequence[torch.Tensor]) -> int | None:
-        """Return the index of the first tensor that has no address, shares memory with the output,
-        or is strided and negated. The output is not empty."""
+        """Return the index of a tensor without an address, an input that shares memory with the
+        output, or a strided input that is negated; None if there is none. The output must not be
+        empty."""
         begin = tensors[-1].data_ptr()
         if not begin:
             return len(self.sizes) - 1

@@ -2,7 +2,8 @@
 
 A call of `FusedLayer` finds the compiled function for its number of tokens and calls it. The first
 call of a number of tokens checks every argument and makes that function ready. Later calls check
-only what the compiled function does not check itself.
+only what the compiled function does not check itself. Calls of 0 or of more than `CHUNK_TOKENS`
+tokens are checked in full each time.
 """
 
 import functools
@@ -29,8 +30,8 @@ from .call import (
 )
 from .kernels import architectures
 
-Call = Callable[[Any, torch.Tensor], None]
-"""The whole layer for one number of tokens: it reads the inputs and writes the output."""
+LayerFunction = Callable[[Any, torch.Tensor], None]
+"""The compiled layer for one number of tokens: it reads the inputs and writes the output."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class FusedLayer:
     form: Form | None = None  # of the tensors, None: the definition's
     out_name: str = field(default="output", compare=False)  # in messages
     # The calls that are ready, by `key`, with the tensors that each expects.
-    calls: dict[tuple[int, ...], tuple[Call, Signature]] = field(
+    calls: dict[tuple[int, ...], tuple[LayerFunction, Signature]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     # By GPU: up to this many tokens all kernels are loaded (`serving.prepare`).
@@ -62,7 +63,7 @@ class FusedLayer:
 
         Raises:
             ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
-            RuntimeError: the stream is being captured and no call with as many tokens came before.
+            RuntimeError: the stream is being captured and a kernel of the call is not loaded yet.
         """
         call = self.ready_call(inputs, output)
         if call is None:
@@ -74,18 +75,19 @@ class FusedLayer:
             check_call(inputs, output, self.shape, self.form, self.out_name)
             raise
 
-    def ready_call(self, inputs: Any, output: torch.Tensor) -> Call | None:
+    def ready_call(self, inputs: Any, output: torch.Tensor) -> LayerFunction | None:
         """Return the cached call if the properties that the compiled function does not check are
-        as expected: scalar types, device, addresses."""
+        as expected: scalar types, device, addresses. Any strides of strided scales are right: the
+        kernels take them."""
         try:
             call, expected = self.calls[self.key(inputs, output)]
             tensors = (*self.tensors_of(inputs), output)
-            usual = (
-                _has_usual_scalars(inputs, output)
+            as_assumed = (
+                _assumptions_hold(inputs, output)
                 and (_one_gpu() or _all_on(output.get_device(), tensors))
                 and expected.misplaced(tensors) is None
             )
-            return call if usual else None
+            return call if as_assumed else None
         except (AttributeError, IndexError, KeyError, RuntimeError):
             return None  # not even dense tensors, or the first call
 
@@ -99,14 +101,14 @@ class FusedLayer:
                     self._launch(part, part_output)
 
     def _launch(self, inputs: Inputs, output: torch.Tensor) -> None:
-        """Compute at least one and at most `CHUNK_TOKENS` tokens."""
+        """Compute one part of `chunks`."""
         device, key = output.device, self.key(inputs, output)
         call, _ = self.calls.get(key, (None, None))
         if call is None:
-            tokens, configs = key[1], self.chosen(key[-1], architectures.of_device(device))
-            call = make_call(tokens, device, self.shape, self.terms, configs, self.usual_form)
+            tokens, configs = key[1], self.choose_configs(key[-1], architectures.of_device(device))
+            call = make_call(tokens, device, self.shape, self.terms, configs, self.actual_form)
             if output.is_cuda:  # the reference model's call checks nothing
-                expected = signature(self.shape, tokens, self.usual_form, self.out_name)
+                expected = signature(self.shape, tokens, self.actual_form, self.out_name)
                 self.calls[key] = call, expected
         call(inputs, output)
 
@@ -114,18 +116,20 @@ class FusedLayer:
         """Return (GPU, T). `key[1]` decides the workspace, `key[-1]` the configs."""
         return output.get_device(), output.shape[0]
 
-    def chosen(self, tokens: int, architecture: architectures.Architecture) -> tuple[Any, Any]:
-        """Return the configs of both GEMMs for the last number of a `key`."""
+    def choose_configs(
+        self, size: int, architecture: architectures.Architecture
+    ) -> tuple[Any, Any]:
+        """Return the configs of both GEMMs for `size`, the last number of a `key`."""
         choose = self.configs or architecture.choose_layer
-        return choose(tokens, self.shape, self.terms)
+        return choose(size, self.shape, self.terms)
 
     @functools.cached_property
-    def usual_form(self) -> Form:
+    def actual_form(self) -> Form:
         return self.form or Form.usual(self.shape)
 
     @functools.cached_property
     def tensors_of(self) -> Callable[[Any], tuple[Any, ...]]:
-        return tensors_of(self.usual_form)
+        return tensors_of(self.actual_form)
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,12 @@ class BatchedLayer(FusedLayer):
         rows = output.shape[1]
         return output.get_device(), rows, _power_of_two(min(inputs.expected_m, rows))
 
-    def chosen(self, tokens: int, architecture: architectures.Architecture) -> tuple[Any, Any]:
+    def choose_configs(
+        self, size: int, architecture: architectures.Architecture
+    ) -> tuple[Any, Any]:
         # The rows lie by expert: nothing is gathered.
         by_expert = replace(architecture, layer=architecture.layer._replace(gathered=(0, 0)))
-        return super().chosen(_power_of_two(tokens) * self.shape.num_local_experts, by_expert)
+        return super().choose_configs(_power_of_two(size) * self.shape.num_local_experts, by_expert)
 
 
 def _power_of_two(number: int) -> int:
@@ -158,7 +164,7 @@ def _one_gpu() -> bool:
     return torch.cuda.device_count() == 1
 
 
-def _has_usual_scalars(inputs: Inputs, output: torch.Tensor) -> bool:
+def _assumptions_hold(inputs: Inputs, output: torch.Tensor) -> bool:
     """Return True if the properties that compiled code assumes hold: scalar types, contiguous
     batches, no offset with an expert map."""
     if isinstance(inputs, BatchedInputs):
@@ -180,11 +186,12 @@ def _all_on(gpu: int, tensors: tuple[torch.Tensor, ...]) -> bool:
 
 def make_call(
     tokens: int, device: torch.device, shape: MoeShape, terms=1, configs=None, form=None
-) -> Call:
+) -> LayerFunction:
     """Return the whole layer for `tokens` tokens, at least one. With a batched form `tokens` is the
     number of rows R of every expert. On the CPU the layer is the reference model.
 
-    Without `configs` the architecture's are taken, without a form the definition's.
+    Without `configs` the architecture's are taken, which a batched form does not allow
+    (`BatchedLayer.choose_configs`). Without a form the definition's is taken.
     """
     form = form or Form.usual(shape)
     if not architectures.has_kernels(device):
@@ -194,8 +201,8 @@ def make_call(
 
     architecture = architectures.of_device(device)
     configs = configs or architecture.choose_layer(tokens, shape, terms)
-    multiprocessors = architectures.num_sms(device)
-    function = fused.compile_fused(shape, *configs, multiprocessors, architecture.target, form)
+    num_sms = architectures.num_sms(device)
+    function = fused.compile_fused(shape, *configs, num_sms, architecture.target, form)
     gpu, view_of = device.index, view_of_scales(form)
     if form.batched:
         size = fused.batched_workspace_bytes(shape, terms, tokens, not form.has_scales)
@@ -213,7 +220,7 @@ def make_call(
         return batched_call
     quantised = not form.has_scales and configs[0].gathers_rows
     size = fused.workspace_bytes(shape, terms, tokens, quantised)
-    local, is_given = shape.num_local_experts, shape.routing == "given"
+    is_given = shape.routing == "given"
 
     def call(inputs: Any, output: torch.Tensor) -> None:
         logits, bias, x, x_scale, w13, w13_scale, w2, w2_scale, offset, last = inputs
@@ -222,7 +229,7 @@ def make_call(
         workspace = allocate(size, gpu)
         try:
             function(
-                logits, bias, bounded_offset(int(offset), local), last if is_given else float(last),
+                logits, bias, bounded_offset(int(offset)), last if is_given else float(last),
                 x, x_scale, w13, w13_scale, w2, w2_scale, output, workspace,
             )  # fmt: skip
         finally:
@@ -253,9 +260,13 @@ def bytes_of(exponents: torch.Tensor) -> torch.Tensor:
 def allocate(size: int, gpu: int) -> int:
     """Return the address of `size` bytes: a tensor costs the host several times as much.
 
-    The bytes belong to the current stream, as a tensor's would; in a stream capture, to the graph.
+    `gpu` must be the current device. The bytes belong to its current stream, as a tensor's would;
+    in a stream capture, to the graph.
     They may be freed as soon as the last kernel that uses them is launched.
     `caching_allocator_alloc` takes twice the time: it checks its arguments and sets the device.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU's memory does not suffice.
     """
     stream = torch._C._cuda_getCurrentRawStream(gpu)
     return torch._C._cuda_cudaCachingAllocator_raw_alloc(size, stream)

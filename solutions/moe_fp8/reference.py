@@ -188,7 +188,7 @@ def local_experts(inputs: RoutedInputs, num_local_experts: int) -> torch.Tensor:
     rank's."""
     local = inputs.topk_ids.long()
     if inputs.expert_map is None:
-        local = local - bounded_offset(int(inputs.local_expert_offset), num_local_experts)
+        local = local - bounded_offset(int(inputs.local_expert_offset))
     else:
         known = (local >= 0) & (local < inputs.expert_map.shape[0])
         local = inputs.expert_map.long()[local.where(known, 0)].where(known, -1)
@@ -234,7 +234,7 @@ def group_rows(
     tokens, top_k = ids.shape
     experts = num_local_experts
     width = tokens + 1
-    offset = bounded_offset(local_expert_offset, experts)
+    offset = bounded_offset(local_expert_offset)
     # 0 below, 1..E local, E+1 above.
     table_row = ids.sub(offset - 1).clamp_(0, experts + 1)
     table = ids.new_zeros((experts + 2, width), dtype=torch.int32)

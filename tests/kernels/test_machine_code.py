@@ -162,12 +162,12 @@ def test_the_stored_digests_are_those_of_the_sources(target, units, monkeypatch,
     directory.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv(CACHE_VARIABLE, str(directory))
     monkeypatch.delenv("CUTE_DSL_DUMP_DIR", raising=False)  # of the key, and another in every run
-    monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: made_of)
+    monkeypatch.setattr(KernelCache, "get", lambda self, description, build: description)
     own = Path(code.__file__).read_bytes() + Path(digests.__file__).read_bytes()
     paths = {}
     for unit in units:
-        made_of = digests.function(unit).make(*unit.arguments)
-        key = hashlib.sha256(repr(sorted(made_of.items())).encode() + own).hexdigest()
+        description = digests.function(unit).make(*unit.arguments)
+        key = hashlib.sha256(repr(sorted(description.items())).encode() + own).hexdigest()
         paths[unit.name] = directory / key
     missing = [unit for unit in units if not paths[unit.name].exists()]
     for name, digest in digests.compute(missing, os.cpu_count() or 1).items() if missing else ():

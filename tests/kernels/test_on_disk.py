@@ -61,7 +61,7 @@ def test_an_edit_makes_another_kernel(kernel, edited, other, monkeypatch):
         with pytest.MonkeyPatch.context() as context:
             context.setattr(compiling, "_source_digest", DIGEST)
             on_disk.use(context)
-            return compiling.made_of(kernel, (), (), TARGET)
+            return compiling.description(kernel, (), (), TARGET)
 
     before = key()
     assert edited.exists() and key() == before

@@ -11,7 +11,7 @@ import torch
 from markers import backends, more, only
 from moe_fp8 import batched_experts, experts, fused_moe, quantise_channels, reference
 from moe_fp8.call import Form
-from moe_fp8.kernels.compile import made_of
+from moe_fp8.kernels.compile import description
 from moe_fp8.kernels.fused import describe_fused
 from problems import SHAPE, configs_of, fused_output, gemm, inputs_of, use_target
 from small_layer import ROUTING, named_tensors, tensors_of
@@ -105,7 +105,7 @@ def test_the_kernels_bits_of_multiplied_weights(target, name, terms, emulator, m
 
 def test_the_kernel_cache_tells_channels_from_blocks():
     of_channels, of_blocks = (
-        made_of(*describe_fused(SHAPE, *configs_of("sm_90a", "128"), 132, "sm_90a", form))
+        description(*describe_fused(SHAPE, *configs_of("sm_90a", "128"), 132, "sm_90a", form))
         for form in (Form(per_channel=True), Form())
     )
     changed = {name for name in of_blocks if of_blocks[name] != of_channels[name]}

@@ -386,14 +386,14 @@ def test_guesses_in_powers_of_two(call):
     assert inputs.expected_m == 7 and layer.key(inputs, out)[1:] == (7, 8)
     for guess, used in ((1, 1), (2, 2), (3, 4), (5, 8), (1000, 8)):
         key = layer.key(inputs._replace(expected_m=guess), out)
-        assert key[-1] == used and layer.chosen(guess, HOPPER) == layer.chosen(
+        assert key[-1] == used and layer.choose_configs(guess, HOPPER) == layer.choose_configs(
             1 << (guess - 1).bit_length(), HOPPER
         )
 
 
 def test_prepare_has_the_configs_of_every_guess(call):
     layer, *_ = call_of(batched_experts, **call)
-    chosen = [layer.chosen(m, HOPPER) for m in range(1, 1025)]
+    chosen = [layer.choose_configs(m, HOPPER) for m in range(1, 1025)]
     configs = ahead.all_configs(lambda m: chosen[m - 1], 1024)
     assert configs == [*dict.fromkeys(chosen)] and 3 <= len(configs) <= 8
     assert prepare(batched_experts, **call) == 0, "nothing on the CPU"
@@ -414,8 +414,8 @@ def test_a_call_without_tokens(fp8, layer):
 def test_rows_that_lie_by_expert_are_not_gathered() -> None:
     """The layer would gather them, 32 of an expert for so few columns."""
     shape = MoeShape(8, 8, 512, 256, 1, 1, 1, "given")
-    gathered, _ = FusedLayer(shape).chosen(8 * 32, HOPPER)
-    by_expert, _ = BatchedLayer(shape).chosen(32, HOPPER)
+    gathered, _ = FusedLayer(shape).choose_configs(8 * 32, HOPPER)
+    by_expert, _ = BatchedLayer(shape).choose_configs(32, HOPPER)
     assert gathered.gathers and not by_expert.gathers
 
 
@@ -423,10 +423,10 @@ def test_rows_that_lie_by_expert_are_not_gathered() -> None:
 def test_configs_are_those_of_all_experts_rows(rows) -> None:
     """An expert's rows are rounded up to a power of two. No layer so wide gathers rows."""
     shape = MoeShape(32, 32, 2048, 768, 1, 1, 1, "given")
-    chosen = BatchedLayer(shape).chosen(rows, HOPPER)
-    assert chosen == FusedLayer(shape).chosen(32 * rows, HOPPER)
-    assert chosen == BatchedLayer(shape).chosen(rows // 2 + 1, HOPPER)
-    assert chosen != FusedLayer(shape).chosen(rows, HOPPER)
+    chosen = BatchedLayer(shape).choose_configs(rows, HOPPER)
+    assert chosen == FusedLayer(shape).choose_configs(32 * rows, HOPPER)
+    assert chosen == BatchedLayer(shape).choose_configs(rows // 2 + 1, HOPPER)
+    assert chosen != FusedLayer(shape).choose_configs(rows, HOPPER)
 
 
 # --- the compiled kernels, in the emulator --------------------------------------------------------

@@ -318,10 +318,10 @@ def test_one_token_needs_no_kernel_but_those_of_more(monkeypatch):
         for scale in (usual_lines(tensors[3]), tensors[3], token_major(tensors[3])):
             experts(**call_of(tokens) | {"x_scale": scale})
     assert layers[:3] == layers[3:] and layers[0] == layers[1] != layers[2]
-    assert layers[2].usual_form.strided_scales
+    assert layers[2].actual_form.strided_scales
     logits, bias, x, x_scale, *weights = tensors_of(1)
     fused_moe(logits, bias, x, token_major(x_scale), *weights, **ROUTING)
-    assert layers[6].usual_form.strided_scales
+    assert layers[6].actual_form.strided_scales
 
 
 def test_what_stands_first_where_nothing_is_said():
@@ -374,9 +374,9 @@ def test_an_id_of_any_size_that_is_not_local_adds_nothing(dtype, mapped):
     assert (out[1] == 0).all() and (out[[0, 2]] != 0).any(dim=1).all()
 
 
-@pytest.mark.parametrize("offset", [-(2**70), -3, 2**31, 2**70])
+@pytest.mark.parametrize("offset", [-(2**70), -100, -3, 2**31, 2**70])
 def test_an_offset_of_any_size(offset):
-    call = call_of(9)
+    call = call_of(9, ids=torch.arange(9 * K).view(9, K) - E)
     out = experts(**call, local_expert_offset=offset)
     local = (call["topk_ids"] - offset) if offset == -3 else torch.full((9, K), -1)
     local = local.where(local < L, -1)

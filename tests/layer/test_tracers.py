@@ -61,7 +61,7 @@ def short_ways(request, monkeypatch):
         return
 
     def launch(self, inputs, out):
-        form, key = self.usual_form, self.key(inputs, out)
+        form, key = self.actual_form, self.key(inputs, out)
         call = make_call(key[1], out.device, self.shape, self.terms, None, form)
         expected = signature(self.shape, key[1], form, self.out_name)
         # As a kernel writes: autograd does not see it.

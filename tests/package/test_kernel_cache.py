@@ -35,8 +35,7 @@ from moe_fp8.kernels.compile import CompiledOnce
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.permute import compile_permute
-from moe_fp8.kernels.swiglu import SwigluQuant, compile_swiglu_quant
-from moe_fp8.kernels.sync import NamedBarrierId
+from moe_fp8.kernels.swiglu import compile_swiglu_quant
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 ARCH = "sm_90a"
@@ -48,16 +47,16 @@ def kernels_in(directory: Path, load=Path.read_text) -> KernelCache:
     return KernelCache(directory, load, lambda function, path: path.write_text(function))
 
 
-def get(directory: Path, made_of: dict[str, str] = GEMM, code: str = "built") -> str:
-    return kernels_in(directory).get(made_of, lambda: code)
+def get(directory: Path, description: dict[str, str] = GEMM, code: str = "built") -> str:
+    return kernels_in(directory).get(description, lambda: code)
 
 
 def never(*_: object, **__: object) -> Any:
     pytest.fail("called")  # no Exception, which the cache would take for a kernel it cannot load
 
 
-def cached(directory: Path, made_of: dict[str, str] = GEMM) -> str:
-    return kernels_in(directory).get(made_of, never)
+def cached(directory: Path, description: dict[str, str] = GEMM) -> str:
+    return kernels_in(directory).get(description, never)
 
 
 def fail(error: BaseException | int) -> Callable[..., Any]:
@@ -201,12 +200,22 @@ def test_the_cache_is_trimmed_to_its_limit(tmp_path, monkeypatch):
         (2 * size, ["K2", "K1"], ["K0", "K3"]),
         (2 * size - 1, ["K3"], ["K0"]),
     ):
-        assert [entry.made_of["kernel"] for entry in cache.trim(limit)] == removed
-        assert [entry.made_of["kernel"] for entry in cache.entries()] == left
+        assert [entry.description["kernel"] for entry in cache.trim(limit)] == removed
+        assert [entry.description["kernel"] for entry in cache.entries()] == left
     assert [*tmp_path.glob(".*")] == [young]
     monkeypatch.setattr(KernelCache.trim, "__defaults__", (1,))
     get(tmp_path)
     assert cache.entries() == [], "storing trims"
+
+
+@pytest.mark.parametrize("left", [OBJECT, DESCRIPTION])
+def test_the_rest_of_an_entry_that_was_being_removed_is_removed(left, tmp_path):
+    """`rmtree` was killed after it had removed the digest."""
+    cache, rest = kernels_in(tmp_path), tmp_path / f"K-{HEX}"
+    rest.mkdir()
+    (rest / left).write_text("code")
+    assert [entry.path for entry in cache.entries()] == [rest]
+    assert len(cache.trim(0)) == 1 and not rest.exists()
 
 
 # --- damage, and processes at once ---
@@ -376,8 +385,8 @@ def test_what_others_can_write_is_neither_loaded_nor_written(
         directory.mkdir(parents=True)
         directory = tmp_path / "kc"
         directory.symlink_to(above / "kernels")
-    for made_of in (GEMM, COMBINE):
-        assert not kernels_in(directory).has(made_of)
+    for description in (GEMM, COMBINE):
+        assert not kernels_in(directory).has(description)
     get(directory)
     assert kernels_in(directory).has(GEMM)
     (path,) = above.glob(writable) if writable != "." else [above]
@@ -387,8 +396,8 @@ def test_what_others_can_write_is_neither_loaded_nor_written(
     cache = kernels_in(directory, never)
     why = f"not kept in {directory} .*mode 777.*/{path.name}'.*{CACHE_VARIABLE}"
     with pytest.warns(RuntimeWarning, match=why) as warned:
-        for made_of in (GEMM, GEMM, COMBINE)[: 3 if path in (above, above / "kernels") else 2]:
-            assert cache.get(made_of, lambda: "anew") == "anew" and not cache.has(made_of)
+        for description in (GEMM, GEMM, COMBINE)[: 3 if path in (above, above / "kernels") else 2]:
+            assert cache.get(description, lambda: "anew") == "anew" and not cache.has(description)
     assert len(warned) == 1 and files(tmp_path) == before
 
 
@@ -403,6 +412,14 @@ def test_where_nothing_can_be_stored_a_kernel_is_built_once(target, tmp_path):
     with pytest.warns(RuntimeWarning, match=CACHE_VARIABLE):
         assert cache.get(GEMM, builds.pop) == "built"
     assert target or [path.name[:5] for path in directory.iterdir()] == ["lock-"]
+
+
+def test_an_error_of_the_compiler_is_not_taken_for_one_of_the_cache(tmp_path):
+    """Not a second compilation, and no warning about the directory."""
+    builds = [fail(errno.ENOSPC)]
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        kernels_in(tmp_path).get(GEMM, lambda: builds.pop()())
+    assert not builds and get(tmp_path) == "built"
 
 
 @pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
@@ -542,7 +559,9 @@ def key_of(monkeypatch, tmp_path) -> Callable[..., str]:
     """Returns what a kernel is looked for by; nothing is compiled."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
     looked_for: list[dict[str, str]] = []
-    monkeypatch.setattr(KernelCache, "get", lambda self, made_of, build: looked_for.append(made_of))
+    monkeypatch.setattr(
+        KernelCache, "get", lambda self, description, build: looked_for.append(description)
+    )
 
     def key(function: CompiledOnce, *others: str) -> str:
         """Return the key with the other value of these arguments."""
@@ -560,13 +579,13 @@ def test_every_argument_is_part_of_the_key(function, key_of):
 
 def test_kernels_and_their_parameters_are_part_of_the_key():
     """The arguments may be the same, and the file of two kernels."""
-    last = (4, 8, NamedBarrierId, route.Route, SwigluQuant)
-    keys = [compiling.made_of(Combine, (512, value), (), ARCH) for value in last]
+    last = (4, 8, "8")
+    keys = [compiling.description(Combine, (512, value), (), ARCH) for value in last]
     assert len({key["parameters"] for key in keys}) == len(last)
-    assert keys[0]["sources"] != keys[-1]["sources"], "a parameter's, too"
     of_route = route.Route, route.ChooseExperts
-    first, second = (compiling.made_of(kernel, (), (), ARCH) for kernel in of_route)
+    first, second = (compiling.description(kernel, (), (), ARCH) for kernel in of_route)
     assert first["sources"] == second["sources"] and first != second
+    assert first["sources"] != keys[0]["sources"]
 
 
 def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
@@ -657,9 +676,9 @@ def test_source_digest_follows_imports(tmp_path, monkeypatch):
         with (copied.PACKAGE_ROOT / "kernels" / f"{edited}.py").open("a") as file:
             file.write("\n")
         copied._source_digest.cache_clear()  # as in a new process
-        return copied.made_of(kernel, (), (), ARCH)["sources"]
+        return copied.description(kernel, (), (), ARCH)["sources"]
 
-    first = copied.made_of(kernel, (), (), ARCH)["sources"]
+    first = copied.description(kernel, (), (), ARCH)["sources"]
     unrelated, of_the_kernel, of_its_arguments = map(sources, ("combine", "tiles", "compile"))
     assert first == unrelated and len({first, of_the_kernel, of_its_arguments}) == 3
 

@@ -394,7 +394,7 @@ def test_the_kernel_cache_takes_a_bundle_for_the_sources_that_it_packs(tmp_path:
     def key(package: str) -> dict[str, str]:
         names = ("compile", "gemm_sm90")
         compiling, gemm = (importlib.import_module(f"{package}.kernels.{n}") for n in names)
-        return compiling.made_of(gemm.GemmSm90, (1,), (), "sm_90a")
+        return compiling.description(gemm.GemmSm90, (1,), (), "sm_90a")
 
     def key_of(packed: bytes, place: str) -> dict[str, str]:
         return key(top_level(unpack(packed, tmp_path / place)).run.__module__.split(".")[0])

@@ -147,7 +147,7 @@ def compiled(monkeypatch) -> list[Any]:
     """The kernels that the program would compile; nothing is."""
     kernels: list[Any] = []
     monkeypatch.setattr(bake, "compile_all", kernels.extend)
-    monkeypatch.setattr("moe_fp8.kernels.compile.is_kept", lambda *_: True)
+    monkeypatch.setattr("moe_fp8.kernels.compile.is_on_disk", lambda *_: True)
     return kernels
 
 
@@ -181,7 +181,7 @@ def forms(*calls: bake.Call) -> list[tuple[int, int, int, Form]]:
             layer.shape.num_experts,
             layer.shape.num_local_experts,
             layer.shape.intermediate_size,
-            layer.usual_form,
+            layer.actual_form,
         )
         for layer in layers
     ]

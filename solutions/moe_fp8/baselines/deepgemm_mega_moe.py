@@ -187,7 +187,7 @@ def call_prepared(
     if tokens == 0:
         return
     require_first_device(output.device)
-    offset = bounded_offset(int(inputs.local_expert_offset), SHAPE.num_local_experts)
+    offset = bounded_offset(int(inputs.local_expert_offset))
     routed = routed_tokens(tokens, SHAPE, output.device)
     route(inputs, SHAPE, routed)
 

@@ -69,7 +69,7 @@ def local_ids(ids: torch.Tensor, offset: int, shape: MoeShape) -> tuple[torch.Te
     experts = shape.num_local_experts
     if offset % experts == 0 and 0 <= offset <= shape.num_experts - experts:
         return ids, offset // experts
-    local = ids - bounded_offset(offset, experts)
+    local = ids - bounded_offset(offset)
     return local.where((local >= 0) & (local < experts), experts), 0
 
 

@@ -106,7 +106,7 @@ class SglangLayer:
         fp8, f32 = torch.float8_e4m3fn, torch.float32
 
         weights, ids = choose_experts(sgl, inputs, shape)
-        ids.sub_(bounded_offset(int(inputs.local_expert_offset), experts))
+        ids.sub_(bounded_offset(int(inputs.local_expert_offset)))
         token_of_row = output.new_zeros(rows, dtype=torch.int32)
         row_of_pair = output.new_full((rows,), rows, dtype=torch.int32)
         sgl.prepare_moe_input(

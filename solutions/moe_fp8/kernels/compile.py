@@ -25,10 +25,10 @@ from ..cache import KernelCache, cache_dir, import_closure
 ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 COMPILE_OPTIONS = "--enable-tvm-ffi --gpu-arch={arch}"
-DSL_VARIABLES = "CUTE_DSL_"
+DSL_PREFIX = "CUTE_DSL_"
 """Prefix of the environment variables that the DSL reads; some of them change its output."""
 WITHOUT_EFFECT = re.compile(
-    f"{DSL_VARIABLES}(LOG_|JIT_|CACHE_DIR|NO_CACHE|DISABLE_FILE_CACHING|(SHOW|FILTER)_STACKTRACE)"
+    f"{DSL_PREFIX}(LOG_|JIT_|CACHE_DIR|NO_CACHE|DISABLE_FILE_CACHING|(SHOW|FILTER)_STACKTRACE)"
 )
 """The variables of this prefix that change no code: SGLang sets two of them in its processes."""
 HOST_CPUS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
@@ -81,7 +81,7 @@ _modules: list[Any] = []
 
 
 class CompiledOnce:
-    """Caches what a function compiles, by its arguments. One thread at a time compiles.
+    """Cache of the functions that `make` compiles, by its arguments. One thread at a time compiles.
 
     Within a stream capture no kernel may be compiled or loaded: a call with new arguments raises a
     RuntimeError.
@@ -97,7 +97,7 @@ class CompiledOnce:
         if function is None:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "a kernel that the call needs is not compiled yet, and a stream capture is "
+                    "a kernel that the call needs is not loaded yet, and a stream capture is "
                     "under way: before it, warm up by a call with as many tokens"
                 )
             with _lock:
@@ -108,11 +108,11 @@ class CompiledOnce:
 
 
 def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> Any:
-    """Return the compiled host function of a kernel, loaded from disk if it is there (`is_kept`).
+    """Return the compiled host function of a kernel. Load it if it is on disk (`is_on_disk`).
 
     Args:
         kernel: class whose `__call__` is the jitted host function; its last argument is the stream.
-        parameters: the constructor's; identified by their `repr`, a class by its name.
+        parameters: the constructor's, identified by their `repr`.
         arguments: those of the returned TVM-FFI function. It takes the caller's stream itself.
         arch: target, `sm_90a` for example.
     """
@@ -126,27 +126,25 @@ def compiled(kernel: type, parameters: tuple, arguments: Sequence[Argument], arc
     if directory is None:
         return build()
     cache = KernelCache(directory, _load, _export)
-    return cache.get(made_of(kernel, parameters, arguments, arch), build)
+    return cache.get(description(kernel, parameters, arguments, arch), build)
 
 
-def is_kept(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> bool:
+def is_on_disk(kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str) -> bool:
     """Return True if `compiled` would find the function on disk."""
     directory = cache_dir()
     return directory is not None and KernelCache(directory).has(
-        made_of(kernel, parameters, arguments, arch)
+        description(kernel, parameters, arguments, arch)
     )
 
 
-def made_of(
+def description(
     kernel: type, parameters: tuple, arguments: Sequence[Argument], arch: str
 ) -> dict[str, str]:
     """Return everything that the machine code of a kernel depends on, by name."""
-    classes = [kernel, *(p for p in parameters if isinstance(p, type))]
-    # By name alone: the package's own name differs from one packed solution to the next.
-    named = tuple(p.__name__ if isinstance(p, type) else p for p in parameters)
     return {
+        # Without its module: the package's own name differs from one packed solution to the next.
         "kernel": kernel.__name__,
-        "parameters": repr(named),
+        "parameters": repr(parameters),
         "arguments": repr(tuple(arguments)),
         "options": COMPILE_OPTIONS.format(arch=arch),
         "host": platform.machine(),
@@ -154,7 +152,7 @@ def made_of(
         "versions": ", ".join(_versions()),
         "toolkit": repr(getattr(cutlass, "CUDA_VERSION", None)),
         # This file too: it turns the descriptions of the arguments into those of the compiler.
-        "sources": _source_digest(*map(_source, classes), Path(__file__)),
+        "sources": _source_digest(_source(kernel), Path(__file__)),
     }
 
 
@@ -163,7 +161,7 @@ def environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(DSL_VARIABLES) and not WITHOUT_EFFECT.match(name)
+        if name.startswith(DSL_PREFIX) and not WITHOUT_EFFECT.match(name)
     }
 
 
@@ -181,7 +179,7 @@ def fakes(arguments: Sequence[Argument]) -> list[Any]:
 
     for argument in arguments:
         if not isinstance(argument, Tensor):
-            stand_ins.append(argument and argument.dtype(0))
+            stand_ins.append(None if argument is None else argument.dtype(0))
             continue
         shape = [size_of(size) for size in argument.shape]
         stride: list[Any] = [1]

@@ -385,7 +385,7 @@ def compile_fused(*geometry: Any) -> Any:
 def describe_fused(
     shape: MoeShape, config1: Any, config2: Any, num_sms: int, target: str, form: Form | None = None
 ) -> tuple[type, tuple, tuple, str]:
-    """Return the arguments of `compiled` and `is_kept` for the whole layer; needs no GPU."""
+    """Return the arguments of `compiled` and `is_on_disk` for the whole layer; needs no GPU."""
     form = form or Form.usual(shape)
     local, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     tokens = Extent("tokens")

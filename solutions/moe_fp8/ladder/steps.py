@@ -124,7 +124,7 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     counters = memory.as_strided((1,), (1,), m_indptr_at + local + 1)  # unused here
     form = Form(choice=logits.dtype, bias=None if bias is None else bias.dtype)
     function = compile_route(shape, with_tokens, target_of(logits.device), form)
-    offset = bounded_offset(int(inputs.local_expert_offset), local)
+    offset = bounded_offset(int(inputs.local_expert_offset))
     if tokens:
         function(
             logits, bias, offset, float(inputs.routed_scaling_factor),

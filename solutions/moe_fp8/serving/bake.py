@@ -411,7 +411,7 @@ def bake(args: argparse.Namespace) -> int:
     try:
         import cutlass
 
-        from ..kernels.compile import environment, is_kept, made_of
+        from ..kernels.compile import description, environment, is_on_disk
         from ..kernels.fused import describe_fused
     except ImportError as error:  # names the package and the needed version
         raise UsageError(str(error)) from None
@@ -434,11 +434,11 @@ def bake(args: argparse.Namespace) -> int:
         return 1
     seconds = time.monotonic() - start
     described = [describe_fused(*geometry) for geometry in needed]
-    if lost := sum(not is_kept(*kernel) for kernel in described):
+    if lost := sum(not is_on_disk(*kernel) for kernel in described):
         print(f"error: {directory} lacks {lost} of {len(needed)} kernels", file=sys.stderr)
         return 1
-    keys = [made_of(*kernel) for kernel in described]
-    size = sum(entry.size for entry in cache.entries() if entry.made_of in keys)
+    keys = [description(*kernel) for kernel in described]
+    size = sum(entry.size for entry in cache.entries() if entry.description in keys)
     toolkit: Any = getattr(cutlass, "CUDA_VERSION", None)
     machine = [keys[0]["host"], keys[0]["versions"]]
     rows = {

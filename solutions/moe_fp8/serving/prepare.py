@@ -102,9 +102,9 @@ def geometries(
     layer: FusedLayer, tokens: int, architecture: architectures.Architecture, num_sms: int
 ) -> list[Geometry]:
     """List the kernels of a layer's calls with 1 to `tokens` tokens on a GPU of this kind."""
-    configs = all_configs(partial(layer.chosen, architecture=architecture), tokens)
+    configs = all_configs(partial(layer.choose_configs, architecture=architecture), tokens)
     return [
-        (layer.shape, *pair, num_sms, architecture.target, layer.usual_form) for pair in configs
+        (layer.shape, *pair, num_sms, architecture.target, layer.actual_form) for pair in configs
     ]
 
 
@@ -154,13 +154,13 @@ def compile_all(geometries: Sequence[Geometry]) -> int:
 
 def missing(geometries: Sequence[Geometry]) -> list[Geometry]:
     """Return the kernels that neither this process nor the disk has."""
-    from ..kernels.compile import is_kept
+    from ..kernels.compile import is_on_disk
     from ..kernels.fused import compile_fused, describe_fused
 
     return [
         geometry
         for geometry in geometries
-        if geometry not in compile_fused.functions and not is_kept(*describe_fused(*geometry))
+        if geometry not in compile_fused.functions and not is_on_disk(*describe_fused(*geometry))
     ]
 
 
