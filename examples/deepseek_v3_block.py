@@ -1,8 +1,8 @@
-"""The experts of a Hugging Face DeepSeek-V3 layer, computed by the fused FP8 layer instead.
+"""The routed experts of a Hugging Face DeepSeek-V3 layer, computed by the fused FP8 layer.
 
     python3 examples/deepseek_v3_block.py
 
-`Fp8Experts` replaces any module with the names of transformers 4's `DeepseekV3MoE`: `gate.weight`,
+`Fp8Layer` replaces any module with the names of transformers 4's `DeepseekV3MoE`: `gate.weight`,
 `gate.e_score_correction_bias`, `shared_experts`, and for every expert `gate_proj`, `up_proj` and
 `down_proj`. The example makes such a block at a reduced size, so nothing is downloaded.
 """
@@ -67,11 +67,11 @@ class DenseMoE(nn.Module):
         return out.to(x.dtype).view(x.shape) + self.shared_experts(x)
 
 
-class Fp8Experts(nn.Module):
-    """A replacement of such a layer, with the routed experts in FP8.
+class Fp8Layer(nn.Module):
+    """An MoE layer with routed experts in FP8, and the router and shared experts of another.
 
     Args:
-        layer: a module with `gate`, `experts` and `shared_experts`.
+        layer: the other, a module with `gate`, `experts` and `shared_experts`.
         routing: `routed_scaling_factor`, `n_group`, `topk_group`, `top_k`.
         accurate: see `fused_moe`.
     """
@@ -109,11 +109,12 @@ def main() -> None:
     routing = {"routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "top_k": 4}
     hidden, intermediate, experts = 512, 256, 32
     dense = DenseMoE(hidden, intermediate, experts, routing)
+    # This rounds the router's bias, too: here it is 0. Keep a model's in float32.
     block = Block(hidden, dense).to(device, torch.bfloat16)
     x = torch.randn(2, 16, hidden, device=device, dtype=torch.bfloat16)
     wanted = block(x)
     for accurate in (False, True):
-        block.mlp = Fp8Experts(dense, routing, accurate)
+        block.mlp = Fp8Layer(dense, routing, accurate)
         got = block(x)
         similarity = nn.functional.cosine_similarity(
             (got - x).float().flatten(), (wanted - x).float().flatten(), dim=0

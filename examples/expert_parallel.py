@@ -53,7 +53,8 @@ def tokens_of(rank: int, tokens: int, experts: int, h: int, device: Any) -> list
 def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
     """Return `1 - 2 <x, ref> / (<x, x> + <ref, ref>)`, 0 for equal tensors."""
     x, ref = x.double().flatten(), ref.double().flatten()
-    return 1.0 - 2.0 * float(x.dot(ref)) / float(x.dot(x) + ref.dot(ref))
+    norms = float(x.dot(x) + ref.dot(ref))
+    return 1.0 - 2.0 * float(x.dot(ref)) / norms if norms else 0.0
 
 
 def slowest_ms(call: Any, device: torch.device) -> float:
@@ -161,6 +162,8 @@ def main() -> None:
     args = arguments.parse_args()
     gpus = torch.cuda.device_count()
     args.cpu = args.cpu or gpus == 0
+    if args.cpu and args.deep_ep:
+        arguments.error("--deep-ep: expected GPUs")
     ranks = args.ranks or (2 if args.cpu else gpus)
     experts = (REDUCED if args.cpu else DEEPSEEK_V3)[0]
     if not args.cpu and ranks > gpus:

@@ -10,7 +10,7 @@ in a cluster, which the package's kernel computes even in a cluster of one.
 
 A CTA computes one 128x128 tile of D after another, with three warpgroups:
 
-    warpgroup 0       loads: warp 0 asks TMA for A and SFA, warp 1 for B
+    warpgroup 0       loads: warp 0 asks TMA for A and SFA, warp 1 for B; two warps are idle
     warpgroup 1, 2    multiply, scale and store, 64 rows of the tile each
 
 They meet in shared memory, which holds 5 stages of one K block. A stage has two mbarriers:
@@ -18,7 +18,7 @@ They meet in shared memory, which holds 5 stages of one K block. A stage has two
     full     opens when all bytes of the stage have arrived; the multiplying warps wait for it
     empty    opens when all 8 multiplying warps have read the stage; the loading warps wait for it
 
-`python examples/first_gemm.py` compiles it, which needs no GPU, and prints its PTX.
+`python examples/first_gemm.py` compiles it without a GPU, prints its PTX and leaves it in a file.
 """
 
 from typing import NamedTuple
@@ -34,13 +34,13 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.pipeline import Agent, CooperativeGroup, NamedBarrier, PipelineUserType
 from moe_fp8.kernels.dsl import LayoutEnum, SmemAllocator
 
-BLOCK = 128  # rows and columns of a tile, and columns of a K block
+TILE_M, TILE_N, BLOCK = 128, 128, 128  # rows and columns of a tile, columns of a K block
 STAGES = 5  # as many as fit into 227 KiB
 WARP, WARPGROUP = 32, 128  # threads of each
 WGMMA_M, WGMMA_K = 64, 32  # rows and K columns of one WGMMA instruction
 STORE_N = 64  # columns of one TMA store: 128 bytes, as wide as the swizzle
-SFA_ROWS = BLOCK + 4  # TMA reads from multiples of 16 bytes on, up to 3 scales too early
-A_BYTES, B_BYTES, SFA_BYTES = BLOCK * BLOCK, BLOCK * BLOCK, SFA_ROWS * 4
+SFA_ROWS = TILE_M + 4  # TMA reads from multiples of 16 bytes on, up to 3 scales too early
+A_BYTES, B_BYTES, SFA_BYTES = TILE_M * BLOCK, TILE_N * BLOCK, SFA_ROWS * 4
 
 
 class TmaTensor(NamedTuple):
@@ -52,13 +52,13 @@ class TmaTensor(NamedTuple):
 def smem_layouts():
     """Return the layouts of A, B, SFA and D in shared memory. A, B and D are swizzled: the 16-byte
     pieces of a row are permuted, so that 8 rows of a column lie in different banks."""
-    tile, row_major = (BLOCK, BLOCK, BLOCK), LayoutEnum.ROW_MAJOR
+    tile, row_major = (TILE_M, TILE_N, BLOCK), LayoutEnum.ROW_MAJOR
     a = hopper.make_smem_layout_a(row_major, tile, Float8E4M3FN, STAGES)  # (128, 128, stages)
     b = hopper.make_smem_layout_b(row_major, tile, Float8E4M3FN, STAGES)  # (128, 128, stages)
     # (132, 1, stages). TMA writes to multiples of 128 bytes, so stages are 160 * 4 bytes apart.
     sfa = cute.make_layout((SFA_ROWS, 1, STAGES), stride=(1, 0, 160))
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-    d = cute.tile_to_shape(atom, (BLOCK, BLOCK), (0, 1))  # (128, 128)
+    d = cute.tile_to_shape(atom, (TILE_M, TILE_N), (0, 1))  # (128, 128)
     return a, b, sfa, d
 
 
@@ -75,7 +75,7 @@ def first_gemm(
     sfb: cute.Tensor,  # (experts, n / 128, k / 128) f32
     d: cute.Tensor,  # (rows, n) bf16
     expert_rows: cute.Tensor,  # (2, experts) i32: the first row of each expert, and its end
-    num_ctas: Int32,
+    num_ctas: Int32,  # at most one a multiprocessor
     stream: cuda.CUstream,
 ):
     """Make the TMA descriptors and launch the kernel."""
@@ -84,9 +84,9 @@ def first_gemm(
     sfa = cute.make_tensor(sfa.iterator, cute.select(sfa.layout, mode=[1, 0]))  # (rows, k / 128)
     b = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 2, 0]))  # (n, k, experts)
     load_op, store_op = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    tma_a = tma_tensor(load_op, a, a_smem, (BLOCK, BLOCK))
+    tma_a = tma_tensor(load_op, a, a_smem, (TILE_M, BLOCK))
     tma_sfa = tma_tensor(load_op, sfa, sfa_smem, (SFA_ROWS, 1))
-    tma_b = tma_tensor(load_op, b, b_smem, (BLOCK, BLOCK))
+    tma_b = tma_tensor(load_op, b, b_smem, (TILE_N, BLOCK))
     tma_d = tma_tensor(store_op, d, box_smem, (WGMMA_M, STORE_N))
     kernel(tma_a, tma_sfa, tma_b, sfb, tma_d, d, expert_rows).launch(
         grid=[num_ctas, 1, 1],
@@ -133,14 +133,16 @@ def kernel(tma_a, tma_sfa, tma_b, mSFB, tma_d, mD, expert_rows):
         barrier_storage=storage.barriers.data_ptr(),
         num_stages=STAGES,
         producer_group=CooperativeGroup(Agent.Thread, 2),  # arrivals on full: one a loading warp
-        consumer_group=CooperativeGroup(Agent.Thread, 8),  # on empty: one a multiplying warp
-        tx_count=A_BYTES + SFA_BYTES + B_BYTES,
+        consumer_group=CooperativeGroup(
+            Agent.Thread, 8
+        ),  # on empty: lane 0 of each multiplying warp
+        tx_count=A_BYTES + SFA_BYTES + B_BYTES,  # unused: each loading warp expects its own bytes
     )
     # Wait for the predecessor, which may still write what this kernel reads. Then let the successor
     # start.
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()
-    tile_sched = make_tile_sched(expert_rows, n // BLOCK)
+    tile_sched = make_tile_sched(expert_rows, n // TILE_N)
 
     if warpgroup_idx == 0:
         cute.arch.setmaxregister_decrease(24)  # gives registers to the multiplying warpgroups
@@ -164,7 +166,7 @@ def load_a(ab_pipeline, tile_sched, tma_a, sA, tma_sfa, sSFA, k_blocks):
     while linear < total:
         _, _, row, _ = locate(tile_sched, linear)
         gA = cute.domain_offset((row, 0), tma_a.coordinates)
-        gA = cute.local_tile(gA, (BLOCK, BLOCK), (0, None))  # (128, 128, k_blocks)
+        gA = cute.local_tile(gA, (TILE_M, BLOCK), (0, None))  # (128, 128, k_blocks)
         # The scales begin at the multiple of 4 rows at or before this row.
         gSFA = cute.domain_offset((row // 4 * 4, 0), tma_sfa.coordinates)
         gSFA = cute.local_tile(gSFA, (SFA_ROWS, 1), (0, None))  # (132, 1, k_blocks)
@@ -175,7 +177,7 @@ def load_a(ab_pipeline, tile_sched, tma_a, sA, tma_sfa, sSFA, k_blocks):
             # Not `producer_acquire`: it expects a whole stage's bytes, which two warps bring.
             ab_pipeline.sync_object_empty.wait(stage, state.phase)
             full = ab_pipeline.producer_get_barrier(state)
-            with cute.arch.elect_one():
+            with cute.arch.elect_one():  # `cute.copy` elects its lane itself
                 cute.arch.mbarrier_arrive_and_expect_tx(full, A_BYTES + SFA_BYTES)
             cute.copy(tma_a.atom, tAgA[None, kb], tAsA[None, stage], tma_bar_ptr=full)
             cute.copy(tma_sfa.atom, tAgSFA[None, kb], tAsSFA[None, stage], tma_bar_ptr=full)
@@ -191,7 +193,7 @@ def load_b(ab_pipeline, tile_sched, tma_b, sB, k_blocks):
     while linear < total:
         expert, n_tile, _, _ = locate(tile_sched, linear)
         # (128, 128, k_blocks)
-        gB = cute.local_tile(tma_b.coordinates, (BLOCK, BLOCK), (n_tile, None, expert))
+        gB = cute.local_tile(tma_b.coordinates, (TILE_N, BLOCK), (n_tile, None, expert))
         tBsB, tBgB = partition(tma_b, sB, gB)  # ((tma), stages), ((tma), k_blocks)
         for kb in cutlass.range(k_blocks, unroll=1):
             stage = state.index
@@ -220,14 +222,14 @@ def multiply(ab_pipeline, tile_sched, consumer, operands, output, k_blocks):
     thread = tidx % WARPGROUP + consumer * WARPGROUP  # 0 to 255
     k_major = OperandMajorMode.K
     tiled_mma = hopper.make_trivial_tiled_mma(
-        Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (2, 1, 1), (WGMMA_M, BLOCK)
+        Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (2, 1, 1), (WGMMA_M, TILE_N)
     )
     thr_mma = tiled_mma.get_slice(cute.make_layout(2, stride=WARPGROUP)(consumer))
     # WGMMA reads shared memory: these are descriptors of it, not registers.
     tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))  # (1, 1, 4, stages)
     tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))  # (1, 1, 4, stages)
     # ((2 columns, 2 rows, 16), 1, 1): a thread has rows r and r + 8, and 32 columns of each.
-    acc_shape = tiled_mma.partition_shape_C((BLOCK, BLOCK))
+    acc_shape = tiled_mma.partition_shape_C((TILE_M, TILE_N))
     acc = cute.make_rmem_tensor(acc_shape, Float32)  # the sum over all K blocks
     state = pipeline.make_pipeline_state(PipelineUserType.Consumer, STAGES)
     sSFB_warp = sSFB[None, thread // WARP]  # (k_blocks): each warp has its own copy
@@ -284,7 +286,7 @@ def mainloop(ab_pipeline, state, tiled_mma, tCrA, tCrB, tSFA, sSFB_warp, acc, th
             scales[i] = tSFA[token, 0, stage] * scale_b
         # Multiply 32 columns at a time. The first of the four WGMMA overwrites `accum`.
         mma = cute.make_mma_atom(tiled_mma.op)
-        warpgroup.fence()  # or WGMMA overwrites registers that the last promotion still reads
+        warpgroup.fence()  # or WGMMA overwrites sums that the loop over v below still reads
         for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
             mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(mma, accum, tCrA[None, None, k, stage], tCrB[None, None, k, stage], accum)
@@ -336,7 +338,7 @@ def store(output, tiled_mma, acc, tile, consumer, thread):
             cute.arch.cp_async_bulk_commit_group()
     else:
         # Store row by row, 16 rows at a time: the next rows belong to another expert.
-        corner = mD.iterator + Int64(row) * n + n_tile * BLOCK
+        corner = mD.iterator + Int64(row) * n + n_tile * TILE_N
         for side in cutlass.range_constexpr(2):
             column = Int32(side * STORE_N) + local % 8 * 8
             for r in cutlass.range(local // 8, rows, 16, unroll=1):
@@ -349,7 +351,7 @@ def store(output, tiled_mma, acc, tile, consumer, thread):
 def read_sfb(mSFB, rSFB, tile):
     """Read a tile's weight scales to registers: lane l those of K blocks l, l + 32, ..."""
     expert, n_tile, _, _ = tile
-    row = mSFB[expert, n_tile * BLOCK // BLOCK, None]  # (k_blocks)
+    row = mSFB[expert, n_tile * TILE_N // BLOCK, None]  # (k_blocks)
     for i in cutlass.range_constexpr(cute.size(rSFB)):
         kb = i * WARP + cute.arch.lane_idx()
         if kb < cute.size(row):
@@ -376,7 +378,7 @@ def make_tile_sched(expert_rows, n_tiles: cutlass.Constexpr):
     if lane < cute.size(expert_rows, mode=[1]):
         row = expert_rows[0, lane]
         count = expert_rows[1, lane] - row
-    tiles = divide(count + (BLOCK - 1), BLOCK) * n_tiles
+    tiles = divide(count + (TILE_M - 1), TILE_M) * n_tiles
     end = tiles
     for distance in (1, 2, 4, 8, 16):  # adds the tiles of the lanes below
         below = cute.arch.shuffle_sync_up(end, distance, mask_and_clamp=0)
@@ -397,7 +399,7 @@ def locate(tile_sched, linear):
     # The tile's expert is the number of experts that end at or before it.
     expert = uniform(cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(end <= linear))))
     begin, row, count = shuffle(begin, expert), shuffle(row, expert), shuffle(count, expert)
-    m_tiles = cutlass.max(divide(count + (BLOCK - 1), BLOCK), 1)
+    m_tiles = cutlass.max(divide(count + (TILE_M - 1), TILE_M), 1)  # 1: no division by 0
     # Row tiles run fastest, so that CTAs that work at the same time share weights in L2.
     local = linear - begin
     n_tile = divide(local, m_tiles)
@@ -419,7 +421,7 @@ def divide(value, by):
 
 # --- compile
 def compile_first_gemm(n: int, k: int, experts: int, options: str = ""):
-    """Return the compiled host function, for any number of rows and up to 32 experts."""
+    """Return f(a, sfa, b, sfb, d, expert_rows, num_ctas), for up to 32 experts, on torch's stream."""
     rows, sfa_stride, to_ends = cute.sym_int64(), cute.sym_int64(divisibility=4), cute.sym_int64()
     n_blocks, k_blocks = n // BLOCK, k // BLOCK
     tensors = (  # type, shape, strides, alignment

@@ -15,7 +15,7 @@ class Fp8MoE(nn.Module):
     """The routed experts of a DeepSeek-V3 layer, or this rank's share of them.
 
     Args:
-        gate: `[E, H]` weights of the router.
+        router: `[E, H]` weights of the router.
         bias: `[E]`, added to the scores for the choice of experts.
         up, gate_proj: `[L, I, H]` weights of the L local experts; down: `[L, H, I]`.
         routed_scaling_factor, n_group, topk_group, top_k: see `fused_moe`.
@@ -25,7 +25,7 @@ class Fp8MoE(nn.Module):
 
     def __init__(
         self,
-        gate: torch.Tensor,
+        router: torch.Tensor,
         bias: torch.Tensor,
         up: torch.Tensor,
         gate_proj: torch.Tensor,
@@ -42,7 +42,7 @@ class Fp8MoE(nn.Module):
         w13, w13_scale = quantise_blocks(torch.cat([up, gate_proj], dim=1))
         w2, w2_scale = quantise_blocks(down)
         for name, tensor in {
-            "gate": gate.float(),
+            "router": router.float(),
             "bias": bias.float(),  # rounded to bfloat16 a real model's bias chooses other experts
             "w13": w13,
             "w13_scale": w13_scale,
@@ -62,7 +62,7 @@ class Fp8MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, with the shape and the type of `x`: `[..., H]` bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
-        logits = nn.functional.linear(tokens.float(), self.gate)
+        logits = nn.functional.linear(tokens.float(), self.router)
         q, scale = quantise_rows(tokens)
         out = fused_moe(
             logits, self.bias, q, scale,
@@ -76,7 +76,7 @@ def in_float32(layer: Fp8MoE, weights: dict[str, torch.Tensor], x: torch.Tensor)
     o, groups = layer.options, layer.options["n_group"]
     out = torch.zeros_like(x, dtype=torch.float32)
     for token, row in enumerate(x.float()):
-        scores = torch.sigmoid(layer.gate @ row)
+        scores = torch.sigmoid(layer.router @ row)
         choice = (scores + layer.bias.float()).view(groups, -1)
         best = choice.topk(2, dim=1).values.sum(1).topk(o["topk_group"]).indices
         within = torch.full_like(choice, -torch.inf)

@@ -83,7 +83,7 @@ def expert_gemms(
     a: torch.Tensor,  # [R, H] float8_e4m3fn
     a_scale: torch.Tensor,  # [H/128, R] float32
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # as in the inputs
-    m_indptr: torch.Tensor,  # [E + 1] int32: where each expert's rows begin, and the end
+    m_indptr: torch.Tensor,  # [L + 1] int32: where each expert's rows begin, and the end
     shape: MoeShape,
     terms: int,
     gate_first: bool,
@@ -216,9 +216,9 @@ def group_rows(
     num_local_experts: int,
     with_tokens: bool = True,
 ) -> GroupedRows:
-    """Number the pairs whose expert lies in [offset, offset + E), by expert, then by token.
+    """Number the pairs whose expert lies in [offset, offset + L), by expert, then by token.
 
-    A token has at most one row of an expert. So the rows are the marks of an [experts, T] table,
+    A token has at most one row of an expert. So the rows are the marks of an [L, T] table,
     and a pair's row is the number of marks before it in row-major order: a prefix sum. The table
     has one more row above and below for experts that are not local, and one more column in front:
 
@@ -235,7 +235,7 @@ def group_rows(
     experts = num_local_experts
     width = tokens + 1
     offset = bounded_offset(local_expert_offset)
-    # 0 below, 1..E local, E+1 above.
+    # 0 below, 1..L local, L+1 above.
     table_row = ids.sub(offset - 1).clamp_(0, experts + 1)
     table = ids.new_zeros((experts + 2, width), dtype=torch.int32)
     table[:, 1:].t().scatter_(1, table_row, 1)
@@ -256,9 +256,9 @@ def group_rows(
 
 
 def flat_rows(m_indptr: torch.Tensor) -> torch.Tensor:
-    """Return boundaries `[E + 1]` int32 as `expert_rows`: a view, no launch and no copy.
+    """Return boundaries `[L + 1]` int32 as `expert_rows`: a view, no launch and no copy.
 
-    `expert_rows` is `[2, E]` int32: expert e owns rows `[expert_rows[0, e], expert_rows[1, e])`.
+    `expert_rows` is `[2, L]` int32: expert e owns rows `[expert_rows[0, e], expert_rows[1, e])`.
     """
     return m_indptr.as_strided((2, m_indptr.shape[0] - 1), (1, 1))
 
@@ -292,10 +292,10 @@ def permute(
 def grouped_gemm(
     a: torch.Tensor,  # [R, K] float8_e4m3fn, or [R, 2K]: two terms of each value
     a_scale: torch.Tensor,  # [K/128, R] float32
-    b: torch.Tensor,  # [E, N, K] float8_e4m3fn
-    b_scale: torch.Tensor,  # [E, N/128, K/128] float32, or per channel [E, N] or [E, N, 1]
+    b: torch.Tensor,  # [L, N, K] float8_e4m3fn
+    b_scale: torch.Tensor,  # [L, N/128, K/128] float32, or per channel [L, N] or [L, N, 1]
     out: torch.Tensor,  # [R, N] bfloat16 or float32
-    expert_rows: torch.Tensor,  # [2, E] int32, see `flat_rows`
+    expert_rows: torch.Tensor,  # [2, L] int32, see `flat_rows`
 ) -> None:
     """Compute `out = a @ b[expert].T` with scales, for the rows of each expert.
 
@@ -349,7 +349,7 @@ def swiglu_quant(
     g: torch.Tensor,  # [R, 2I] bfloat16 or float32: up columns, then gate columns
     q: torch.Tensor,  # [R, I] float8_e4m3fn, or [R, 2I] for two terms
     q_scale: torch.Tensor,  # [I/128, R] float32
-    m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
+    num_rows: torch.Tensor,  # [any] int32: the last element is the number of rows
     swiglu: Swiglu = SILU,
     ue8m0: bool = False,
 ) -> None:
@@ -357,7 +357,7 @@ def swiglu_quant(
     and 128 columns.
 
     With two terms the second term is the rounding error of the first, in FP8. Rows from
-    `m_indptr[-1]` on are neither read nor written.
+    `num_rows[-1]` on are neither read nor written.
 
     The scale maps the largest magnitude to the largest FP8 value; with `ue8m0` it is rounded up to
     a power of two. If the largest magnitude is zero, or so small that the scale would underflow to
@@ -367,7 +367,7 @@ def swiglu_quant(
     row of the output. An infinite largest magnitude makes the scale infinite: infinite values
     become NaN, the block's other values 0.
     """
-    rows, intermediate = int(m_indptr[-1]), g.shape[1] // 2
+    rows, intermediate = int(num_rows[-1]), g.shape[1] // 2
     up, gate = g[:rows].float().split(intermediate, dim=1)
     c = activated(gate, up, swiglu).view(rows, intermediate // BLOCK, BLOCK)
     scale = block_scale(c.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1), ue8m0)
@@ -427,8 +427,8 @@ def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, t
     tokens, hidden = x.shape
     blocks = x.float().view(tokens, hidden // BLOCK, BLOCK)
     scale = block_scale(blocks.abs().amax(dim=-1), ue8m0)
-    # Copy one token's scales, too, though their transpose is contiguous already: else their strides
-    # would select another layer than those of more tokens.
+    # Clone: the transpose of one token's scales counts as contiguous, but with strides (1, H/128)
+    # `api._is_strided` would choose the kernels for strided scales.
     by_block = scale.t().clone(memory_format=torch.contiguous_format)
     return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden).contiguous(), by_block
 
@@ -462,10 +462,10 @@ def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     float32. The scale maps a row's largest magnitude to FP8's largest value.
 
     Raises:
-        ValueError: w has fewer than two dimensions or another type.
+        ValueError: w has fewer than two dimensions, no columns or another type.
     """
-    if not is_floating(w) or w.dim() < 2:
-        raise ValueError(f"w: expected floating-point [..., N, K], got {described(w)}")
+    if not is_floating(w) or w.dim() < 2 or not w.shape[-1]:
+        raise ValueError(f"w: expected floating-point [..., N, K], K > 0, got {described(w)}")
     rows = w.float()
     scale = block_scale(rows.abs().amax(dim=-1))
     return _rounded(rows, scale.unsqueeze(-1)).contiguous(), scale

@@ -146,7 +146,7 @@ def test_the_module_of_the_examples_keeps_the_bias_as_it_is(monkeypatch):
     x = torch.randn(64, 256).bfloat16()
     q, scale = quantise_rows(x)
     weights = layer.w13, layer.w13_scale, layer.w2, layer.w2_scale
-    logits = x.float() @ layer.gate.T
+    logits = x.float() @ layer.router.T
     assert torch.equal(layer(x), fused_moe(logits, bias, q, scale, *weights, **options))
 
 

@@ -1,8 +1,8 @@
 """The configs of the grouped GEMM: what can be tuned on each architecture, and what is legal.
 
 A config holds every compile-time constant of the GEMM. It raises a ValueError that names the limit
-when its values cannot work. Which config is taken for how many rows: `heuristic_sm90` and
-`heuristic_sm100`.
+when its values cannot work. `LayerRules` makes the two configs of the fused layer. Its numbers, and
+the tile for a number of rows, are in `heuristic_sm90` and `heuristic_sm100`.
 """
 
 import enum

@@ -6,7 +6,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 
 from ..call import BLOCK, TMA_ROWS
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
-from .configs import GemmConfigSm90
+from .configs import GemmConfigSm90, GemmConfigSm100
 from .gemm_sm90 import GemmSm90
 from .gemm_sm100 import GemmSm100
 
@@ -28,5 +28,5 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
     )
-    gemm = GemmSm90 if isinstance(config, GemmConfigSm90) else GemmSm100
-    return compiled(gemm, (config, n, k, experts), arguments, target)
+    gemms: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
+    return compiled(gemms[type(config)], (config, n, k, experts), arguments, target)

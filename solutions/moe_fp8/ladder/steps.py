@@ -32,7 +32,7 @@ from ..kernels import architectures
 # --- entry --------------------------------------------------------------------------------------
 
 
-def layer(steps: Callable[[MoeInputs, torch.Tensor, MoeShape], None]) -> Callable[..., None]:
+def layer(moe: Callable[[MoeInputs, torch.Tensor, MoeShape], None]) -> Callable[..., None]:
     """Decorate the steps of a layer: check the arguments, then run the steps on the tensors' GPU,
     for at most `CHUNK_TOKENS` tokens at once.
 
@@ -40,10 +40,11 @@ def layer(steps: Callable[[MoeInputs, torch.Tensor, MoeShape], None]) -> Callabl
 
     Raises:
         ValueError: an argument is wrong or the GPU is not supported. Nothing was launched.
-        RuntimeError: the stream is being captured and no call with as many tokens came before.
+        RuntimeError: the stream is being captured, and a kernel of the call is not loaded yet, or
+            the steps wait for the GPU (v1 to v3).
     """
 
-    @functools.wraps(steps)
+    @functools.wraps(moe)
     @torch.inference_mode()  # autograd's bookkeeping is a sixth of the host time of torch's ops
     def run(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape = DEEPSEEK_V3) -> None:
         tokens = check_call(inputs, output, shape)
@@ -51,7 +52,7 @@ def layer(steps: Callable[[MoeInputs, torch.Tensor, MoeShape], None]) -> Callabl
         if tokens:
             with architectures.on_device(output.device):
                 for part, part_output in chunks(inputs, output):
-                    steps(part, part_output, shape)
+                    moe(part, part_output, shape)
 
     return run
 
@@ -100,7 +101,8 @@ def workspace(like: torch.Tensor, rows: int, shape: MoeShape) -> StepBuffers:
 
 
 def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> GroupedRows:
-    """Choose each token's experts and number the rows: a row is a token and one of its experts.
+    """Choose each token's experts and number the rows: a row is a token and one of its
+    local experts.
 
     The host reads nothing from the GPU. Without `with_tokens` there is no `token_of_row`.
     """
@@ -112,6 +114,8 @@ def route(inputs: MoeInputs, shape: MoeShape, with_tokens: bool = True) -> Group
     logits, bias = inputs.routing_logits, inputs.routing_bias
     tokens, top_k, local = logits.shape[0], shape.top_k, shape.num_local_experts
     words, pairs = -(-tokens // WORD_TOKENS), tokens * top_k
+    # Scratch of the kernels: each pair's expert, and marks [words, L]. A word has a bit for each of
+    # 32 tokens that have chosen the expert (`kernels/route.py`).
     # One allocation, because an allocation costs the host several times as much as a view.
     marks_at, m_indptr_at = 4 * pairs, 4 * pairs + words * local
     memory = torch.empty(m_indptr_at + local + 2, dtype=torch.int32, device=logits.device)
@@ -151,10 +155,10 @@ def permute(
 def grouped_gemm(
     a: torch.Tensor,  # [R, K] float8_e4m3fn
     a_scale: torch.Tensor,  # [K/128, R] float32
-    b: torch.Tensor,  # [E, N, K] float8_e4m3fn
-    b_scale: torch.Tensor,  # [E, N/128, K/128] float32
+    b: torch.Tensor,  # [L, N, K] float8_e4m3fn
+    b_scale: torch.Tensor,  # [L, N/128, K/128] float32
     out: torch.Tensor,  # [R, N] bfloat16
-    expert_rows: torch.Tensor,  # [2, E] int32: first row and end of each expert
+    expert_rows: torch.Tensor,  # [2, L] int32: first row and end of each expert
     config: Any,
 ) -> None:
     """Compute `out = a @ b[expert].T` with block scales. Rows without an expert are not written."""
@@ -179,19 +183,19 @@ def swiglu_quant(
     g: torch.Tensor,  # [R, 2I] bfloat16: up columns, then gate columns
     q: torch.Tensor,  # [R, I] float8_e4m3fn
     q_scale: torch.Tensor,  # [I/128, R] float32
-    m_indptr: torch.Tensor,  # [*] int32, the last element is the number of rows
+    num_rows: torch.Tensor,  # [any] int32: the last element is the number of rows
     swiglu: Swiglu = SILU,
     ue8m0: bool = False,
 ) -> None:
     """Compute `q, q_scale = fp8(silu(gate) * up)`, with one scale per row and 128 columns."""
     if not architectures.has_kernels(g.device):
-        return reference.swiglu_quant(g, q, q_scale, m_indptr, swiglu, ue8m0)
+        return reference.swiglu_quant(g, q, q_scale, num_rows, swiglu, ue8m0)
     from ..kernels.swiglu import SwigluQuant, compile_swiglu_quant
 
     rows, intermediate = q.shape
     function = compile_swiglu_quant(intermediate, target_of(g.device), swiglu, ue8m0)
     ctas = SwigluQuant(intermediate).ctas(rows, architectures.num_sms(g.device))
-    function(g, q, q_scale, m_indptr, ctas)
+    function(g, q, q_scale, num_rows, ctas)
 
 
 def combine(
@@ -212,17 +216,17 @@ def combine(
 
 # --- rows of a grouped GEMM ---------------------------------------------------------------------
 
-# `expert_rows` [2, E] int32 holds the first row and the end of each expert. Experts come in order
+# `expert_rows` [2, L] int32 holds the first row and the end of each expert. Experts come in order
 # and do not overlap. Other rows are padding: a kernel may load them, but they reach no result (NaN
 # included) and are not written. An expert begins
 #
-#   batched   at `e * max_rows`: an `[E, max_rows, K]` buffer           (DeepGEMM: masked)
+#   batched   at `e * max_rows`: an `[L, max_rows, K]` buffer           (DeepGEMM: masked)
 #   aligned   at a multiple of the GEMM's tile height, after a gap      (DeepGEMM: contiguous)
 #   flat      where the previous one ends: `m_indptr`                   (DeepGEMM: psum)
 
 
 def batched_rows(rows_per_expert: torch.Tensor, max_rows: int) -> torch.Tensor:
-    """Return `expert_rows` for `[E]` int32 row counts, with `max_rows` rows for every expert."""
+    """Return `expert_rows` for `[L]` int32 row counts, with `max_rows` rows for every expert."""
     expert_rows = rows_per_expert.new_empty((2, rows_per_expert.shape[0]))
     starts, ends = expert_rows
     torch.arange(0, max_rows * starts.shape[0], max_rows, out=starts)

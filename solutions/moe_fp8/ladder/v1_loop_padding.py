@@ -1,8 +1,8 @@
 """v1, loop padding: a grouped GEMM on batched rows, with Python loops that fill and empty them.
 
-New, the whole layer: each GEMM takes one `[E, max_rows, K]` buffer. Every expert has as many rows
-in it as the fullest expert, rounded up to 128. One Python loop reads where each expert's rows end.
-Four more loops copy every expert's rows into the buffers and back.
+New, the whole layer: each GEMM takes one `[L, max_rows, K]` buffer. Each of the L local experts has
+as many rows in it as the fullest expert, rounded up to the tile's 128. One Python loop reads where
+each expert's rows end. Four more loops copy every expert's rows into the buffers and back.
 
 Why: the plain starting point. All generations share this GEMM. v1 runs it with one tile shape for
 every problem, so later gains come from the code around it. The host waits for the GPU once per
@@ -36,15 +36,16 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     config = CONFIGS[steps.target_of(output.device)]
 
     # 1. Route. Row r is token `token_of_row[r]`; expert e owns rows m_indptr[e]..m_indptr[e+1].
-    rows = steps.route(inputs, shape)
-    ends = [int(rows.m_indptr[e + 1]) for e in range(experts)]  # waits for the GPU, every time
+    routed = steps.route(inputs, shape)
+    ends = [int(routed.m_indptr[e + 1]) for e in range(experts)]  # waits for the GPU, every time
     num_rows = ends[-1]
     if not num_rows:  # no token has an expert here
         output.zero_()
         return
     starts = [0, *ends[:-1]]
-    max_rows = round_up(max(end - start for start, end in zip(starts, ends, strict=True)), BLOCK)
-    expert_rows = steps.batched_rows(rows.m_indptr.diff(), max_rows)
+    fullest = max(end - start for start, end in zip(starts, ends, strict=True))
+    max_rows = round_up(fullest, config.tile_m)
+    expert_rows = steps.batched_rows(routed.m_indptr.diff(), max_rows)
     # Each expert's rows in the flat order and in the padded one.
     slices = [
         (slice(start, end), slice(e * max_rows, e * max_rows + end - start))
@@ -52,26 +53,26 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     ]
 
     # 2. Pad: copy every expert's tokens and scales to its part of the buffer.
-    a = x.new_empty((experts * max_rows, h))
+    a = x.new_empty((experts * max_rows, h))  # [L * max_rows, H]
     a_scale = x_scale.new_empty((h // BLOCK, experts * max_rows))
     for flat, padded in slices:
-        tokens = rows.token_of_row[flat]
+        tokens = routed.token_of_row[flat]
         # As int64: torch indexes float8 one byte a thread, on some devices not at all.
         a.view(torch.int64)[padded] = x.view(torch.int64)[tokens]
         a_scale[:, padded] = x_scale[:, tokens]
 
     # 3. GEMM1: up and gate of every row.
-    padded_g = output.new_empty((experts * max_rows, 2 * i))
+    padded_g = output.new_empty((experts * max_rows, 2 * i))  # [L * max_rows, 2I]
     w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
     steps.grouped_gemm(a, a_scale, w13, w13_scale, padded_g, expert_rows, config)
 
     # 4. Unpad, SwiGLU, quantise.
-    g = output.new_empty((num_rows, 2 * i))
+    g = output.new_empty((num_rows, 2 * i))  # [P, 2I]: P rows without padding
     for flat, padded in slices:
         g[flat] = padded_g[padded]
     q = x.new_empty((num_rows, i))
     q_scale = x_scale.new_empty((i // BLOCK, num_rows))
-    steps.swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu, shape.ue8m0)
+    steps.swiglu_quant(g, q, q_scale, routed.m_indptr, shape.swiglu, shape.ue8m0)
 
     # 5. Pad again.
     a = x.new_empty((experts * max_rows, i))
@@ -81,7 +82,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
         a_scale[:, padded] = q_scale[:, flat]
 
     # 6. GEMM2, unpad.
-    padded_o = output.new_empty((experts * max_rows, h))
+    padded_o = output.new_empty((experts * max_rows, h))  # [L * max_rows, H]
     w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
     steps.grouped_gemm(a, a_scale, w2, w2_scale, padded_o, expert_rows, config)
     o = output.new_empty((num_rows, h))
@@ -89,7 +90,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
         o[flat] = padded_o[padded]
 
     # 7. Combine: the weighted sum of each token's rows.
-    steps.combine(o, rows.pair_row, rows.weights, output)
+    steps.combine(o, routed.pair_row, routed.weights, output)
 
 
 run = run_of(moe)

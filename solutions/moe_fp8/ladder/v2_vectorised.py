@@ -35,21 +35,21 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     config = CONFIGS[steps.target_of(output.device)]
 
     # 1. Route.
-    rows = steps.route(inputs, shape)
-    m_indptr = rows.m_indptr.tolist()  # the one wait of a call
+    routed = steps.route(inputs, shape)
+    m_indptr = routed.m_indptr.tolist()  # the one wait of a call
     num_rows = m_indptr[-1]
     if not num_rows:  # no token has an expert here
         output.zero_()
         return
     counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
-    max_rows = round_up(max(counts), BLOCK)
+    max_rows = round_up(max(counts), config.tile_m)
     padded_rows = experts * max_rows
-    expert_rows = steps.batched_rows(rows.m_indptr.diff(), max_rows)
-    place = padded_places(rows.m_indptr, expert_rows[0], num_rows)
+    expert_rows = steps.batched_rows(routed.m_indptr.diff(), max_rows)
+    place = padded_places(routed.m_indptr, expert_rows[0], num_rows)
 
     # 2. Pad: gather the tokens, scatter them to their places. Rows are copied as int64: torch's
     # indexing kernels move one element a thread, so eight bytes cost as much as one.
-    token = rows.token_of_row[:num_rows]
+    token = routed.token_of_row[:num_rows]
     a, a_scale = padded(
         x.view(torch.int64).index_select(0, token), x_scale.index_select(1, token),
         place, padded_rows,
@@ -64,19 +64,19 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     # 4. SwiGLU, quantise, pad.
     q = x.new_empty((num_rows, i))
     q_scale = x_scale.new_empty((i // BLOCK, num_rows))
-    steps.swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu, shape.ue8m0)
+    steps.swiglu_quant(g, q, q_scale, routed.m_indptr, shape.swiglu, shape.ue8m0)
     a, a_scale = padded(q.view(torch.int64), q_scale, place, padded_rows)
 
     # 5. GEMM2, unpad, combine.
     padded_o = output.new_empty((padded_rows, h))
     w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
     steps.grouped_gemm(a, a_scale, w2, w2_scale, padded_o, expert_rows, config)
-    steps.combine(unpadded(padded_o, place), rows.pair_row, rows.weights, output)
+    steps.combine(unpadded(padded_o, place), routed.pair_row, routed.weights, output)
 
 
 def padded_places(m_indptr: torch.Tensor, starts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the padded place of every flat row, `[P]` int64. An expert's padded rows begin at
-    `starts`."""
+    """Return the padded place of every flat row, `[num_rows]` int64. Each expert's padded rows
+    begin at its number of `starts` [L]."""
     row = torch.arange(num_rows, dtype=torch.int32, device=m_indptr.device)
     expert = torch.searchsorted(m_indptr[1:], row, right=True)
     shift = starts - m_indptr[:-1]  # from an expert's flat rows to its padded ones
@@ -87,14 +87,15 @@ def padded_places(m_indptr: torch.Tensor, starts: torch.Tensor, num_rows: int) -
 def padded(
     rows: torch.Tensor, scales: torch.Tensor, place: torch.Tensor, padded_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FP8 rows `[P, K]`, viewed as int64, and scales `[K/128, P]` at their places."""
+    """Copy rows `[P, K/8]` int64, a view of FP8, and scales `[K/128, P]` to their places. Return
+    `[padded_rows, K]` float8_e4m3fn and `[K/128, padded_rows]`."""
     a = rows.new_empty((padded_rows, rows.shape[1])).index_copy_(0, place, rows)
     a_scale = scales.new_empty((scales.shape[0], padded_rows)).index_copy_(1, place, scales)
     return a.view(torch.float8_e4m3fn), a_scale
 
 
 def unpadded(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Return padded bfloat16 rows in the flat order."""
+    """Return padded bfloat16 rows `[padded_rows, N]` in the flat order, `[P, N]`."""
     return rows.view(torch.int64).index_select(0, place).view(torch.bfloat16)
 
 

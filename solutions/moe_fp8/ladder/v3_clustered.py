@@ -10,8 +10,9 @@ New, the config: tile, cluster and pipeline depth follow from the experts' actua
 (`kernels/heuristic_sm90.py:choose`): tiles of 8 rows for a few tokens, of 192 rows for a prefill.
 The host waits for the routing once and picks.
 
-New, the rows: an expert is padded to the tile's height only. A kernel copies tokens straight to
-their padded rows. The combine reads the padded rows, so nothing is unpadded.
+New, the rows: an expert is padded only to a multiple of both GEMMs' tile heights, which are usually
+equal. A kernel copies tokens straight to their padded rows. The combine reads the padded rows, so
+nothing is unpadded.
 
 Why: in v2 every expert reserves as many rows as the fullest expert, rounded up to 128. One row
 costs a whole tile, and four copies only move rows between two orders. One tile shape fits neither
@@ -41,9 +42,9 @@ def counted_configs(
     """Return both GEMMs' configs for the rows of each expert; at least one expert has a row."""
     active = [count for count in counts if count]
     known = {"even": len(set(active)) == 1, "experts": len(active)}
-    rows = sum(active) / len(active)
+    mean_rows = sum(active) / len(active)
     h, i = shape.hidden_size, shape.intermediate_size
-    return choose(rows, 2 * i, h, **known), choose(rows, h, i, **known)
+    return choose(mean_rows, 2 * i, h, **known), choose(mean_rows, h, i, **known)
 
 
 @steps.layer
@@ -52,11 +53,11 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
 
     # 1. Route.
-    rows = steps.route(inputs, shape, with_tokens=False)
+    routed = steps.route(inputs, shape, with_tokens=False)
     # The expert of each pair. Row -1 (no local expert) gets expert 0, whose shift is 0, and stays
     # -1. Must come before the wait, or the GPU idles while the host launches it.
-    expert = torch.searchsorted(rows.m_indptr[1:], rows.pair_row, right=True)
-    m_indptr = rows.m_indptr.tolist()  # the one wait of a call
+    expert = torch.searchsorted(routed.m_indptr[1:], routed.pair_row, right=True)  # [T, top_k]
+    m_indptr = routed.m_indptr.tolist()  # the one wait of a call
     counts = [end - start for start, end in zip(m_indptr, m_indptr[1:], strict=False)]
     if not m_indptr[-1]:  # no token has an expert here
         output.zero_()
@@ -71,11 +72,13 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     tile = lcm(config1.tile_m, config2.tile_m)
     *starts, num_rows = accumulate((round_up(count, tile) for count in counts), initial=0)
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    # From an expert's flat rows to its padded ones.
     shifts = [start - flat for start, flat in zip(starts, m_indptr, strict=False)]
     on_host = torch.tensor([*starts, *ends, *shifts, num_rows], dtype=torch.int32)
-    table = on_host.to(rows.m_indptr.device, non_blocking=True)  # last element: rows, with padding
-    expert_rows, shift = table[: 2 * len(counts)].view(2, -1), table[2 * len(counts) : -1]
-    pair_row = shift.take(expert).add_(rows.pair_row)
+    table = on_host.to(routed.m_indptr.device, non_blocking=True)  # [3L + 1]
+    expert_rows = table[: 2 * len(counts)].view(2, -1)  # [2, L]
+    shift = table[2 * len(counts) : -1]  # [L]
+    pair_row = shift.take(expert).add_(routed.pair_row)
 
     # 4. Permute: copy each token to its rows.
     a, a_scale, g, q, q_scale, o = steps.workspace(output, num_rows, shape)
@@ -91,7 +94,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     # 7. GEMM2, combine.
     w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
     steps.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, config2)
-    steps.combine(o, pair_row, rows.weights, output)
+    steps.combine(o, pair_row, routed.weights, output)
 
 
 run = run_of(moe)

@@ -42,9 +42,9 @@ SOLUTION = {
 
 def flat_configs(tokens: int, shape: MoeShape, choose: Callable[..., Any]) -> tuple[Any, Any]:
     """Return both GEMMs' configs for a number of tokens, at least one."""
-    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
+    mean_rows = expected_rows(tokens * shape.top_k, shape.num_experts)
     h, i = shape.hidden_size, shape.intermediate_size
-    return choose(rows, 2 * i, h), choose(rows, h, i)
+    return choose(mean_rows, 2 * i, h), choose(mean_rows, h, i)
 
 
 @steps.layer
@@ -60,23 +60,23 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     a, a_scale, g, q, q_scale, o = steps.workspace(output, num_rows, shape)
 
     # 2. Route.
-    rows = steps.route(inputs, shape, with_tokens=False)
-    expert_rows = steps.flat_rows(rows.m_indptr)
+    routed = steps.route(inputs, shape, with_tokens=False)
+    expert_rows = steps.flat_rows(routed.m_indptr)
 
     # 3. Permute: copy each token to its rows.
-    steps.permute(x, x_scale, rows.pair_row, a, a_scale)
+    steps.permute(x, x_scale, routed.pair_row, a, a_scale)
 
     # 4. GEMM1.
     w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
     steps.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, config1)
 
     # 5. SwiGLU, quantise.
-    steps.swiglu_quant(g, q, q_scale, rows.m_indptr, shape.swiglu, shape.ue8m0)
+    steps.swiglu_quant(g, q, q_scale, routed.m_indptr, shape.swiglu, shape.ue8m0)
 
     # 6. GEMM2, combine.
     w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
     steps.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, config2)
-    steps.combine(o, rows.pair_row, rows.weights, output)
+    steps.combine(o, routed.pair_row, routed.weights, output)
 
 
 def layer_at(shape: MoeShape) -> Callable[[MoeInputs, torch.Tensor], None]:
