@@ -421,7 +421,7 @@ def divide(value, by):
 
 # --- compile
 def compile_first_gemm(n: int, k: int, experts: int, options: str = ""):
-    """Return f(a, sfa, b, sfb, d, expert_rows, num_ctas), for up to 32 experts, on torch's stream."""
+    """Return f(a, sfa, b, sfb, d, expert_rows, num_ctas); up to 32 experts, on torch's stream."""
     rows, sfa_stride, to_ends = cute.sym_int64(), cute.sym_int64(divisibility=4), cute.sym_int64()
     n_blocks, k_blocks = n // BLOCK, k // BLOCK
     tensors = (  # type, shape, strides, alignment

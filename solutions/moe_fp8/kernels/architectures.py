@@ -56,7 +56,7 @@ GPUS = {"h100": (HOPPER, 132), "h200": (HOPPER, 132), "b200": (BLACKWELL, 148)}
 
 @functools.cache  # asked in every call of a layer
 def of_device(device: torch.device) -> Architecture:
-    """Return a GPU's architecture; elsewhere Hopper: the reference model pads as its kernels."""
+    """Return a GPU's architecture. On the CPU return Hopper: the ladder pads rows to its tiles."""
     if device.type != "cuda":
         return HOPPER
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]
@@ -104,5 +104,5 @@ def num_sms(device: torch.device) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
-    """Return a context in which launches go to a GPU; nothing to do for other devices."""
+    """Return a context that makes a GPU the current device; an empty one for other devices."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

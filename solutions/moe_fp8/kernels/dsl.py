@@ -1,6 +1,7 @@
 """The CuTe DSL: the versions that compile the kernels, and accesses of up to 16 bytes.
 
-Importing this module raises an ImportError that says which version is needed and which was found.
+Importing this module raises an ImportError if the version of a package is not in `NEEDED_VERSIONS`,
+with both in its message.
 """
 
 import importlib.metadata

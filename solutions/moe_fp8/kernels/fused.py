@@ -2,7 +2,7 @@
 
     kernel            reads                          writes
     route (1 to 2)    logits, bias; or given ids     m_indptr, pair_row, token_of_row, weights
-    permute           x, pair_row                    A and its scales, by row    (with many rows)
+    permute           x, pair_row, token_of_row      A and its scales, by row    (with many rows)
     GEMM1             A (or x, gathered), w13        q: SwiGLU of the sums, in FP8 terms
     GEMM2             q, w2                          o
     combine           o, pair_row, weights           out
@@ -12,9 +12,9 @@ where each expert's rows begin. Each kernel starts while its predecessor ends (`
 a dynamic schedule takes an expert's rows as soon as GEMM1 has stored them, on SMs that GEMM1 has no
 tile for.
 
-With few rows, and with few columns (2 I) up to more rows, GEMM1 gathers its rows from the tokens.
-Else gathering is too slow: a permute kernel runs first, and a spare GEMM1 warp zeroes the tokens
-without a local expert.
+With few rows GEMM1 gathers them from the tokens. With few columns (2 I) it does so up to more rows.
+Beyond that gathering is too slow: a permute kernel runs first, and a spare GEMM1 warp zeroes the
+tokens without a local expert.
 
 What the kernels hand each other lies in one workspace, whose layout follows from the number of
 tokens. `BatchedExperts` runs `PlaceTokens` and the GEMMs, on tokens that lie by expert already.
@@ -65,8 +65,8 @@ class Workspace(NamedTuple):
     m_indptr: Any  # (local + 1,) i32
     pair_row: Any  # (tokens, top_k) i32: row of each pair, or -1
     token_of_row: Any  # (rows,) i32
-    counters: Any  # (TILE_COUNTERS + local,) i32: tiles handed out, elements of q that are ready
-    o: Any  # (rows, H): A and its scales, which are used before, lie at its end
+    counters: Any  # (TILE_COUNTERS + local,) i32: tiles handed out, `Ready.counts` of q
+    o: Any  # (rows, H) of `O_TYPES`; after a permute A and its scales lie at its end first
     q: Any  # (rows, terms * I) e4m3
     q_scale: Any  # (I / 128, rows) f32
     x: Any = None  # (tokens, H) e4m3: of bfloat16 tokens that are gathered
@@ -76,8 +76,8 @@ class Workspace(NamedTuple):
 def workspace_parts(
     shape: MoeShape, terms: int, tokens: Any, rows: Any, quantised: bool = False
 ) -> Workspace:
-    """Return type and extents of every part. `tokens` and `rows` are ints on the host, or Int32 or
-    Int64 in the host function. `quantised`: tokens are quantised before they are gathered."""
+    """Return type and extents of every part. `tokens` and `rows` are ints in Python, Int32 or Int64
+    in the compiled function. `quantised`: tokens are quantised before they are gathered."""
     h = shape.hidden_size
     i, local, pairs = shape.intermediate_size, shape.num_local_experts, (tokens, shape.top_k)
     return Workspace(
@@ -121,7 +121,7 @@ def offsets(parts: Any) -> tuple[Any, Any]:
     return type(parts)(*starts), at
 
 
-def place(workspace: Int64, starts: Any, parts: Any) -> Any:
+def tensors_at(workspace: Int64, starts: Any, parts: Any) -> Any:
     """Return the parts as row-major tensors; `starts` are offsets from the workspace's address."""
 
     def tensor(start: Int64, part: tuple | None) -> cute.Tensor | None:
@@ -148,7 +148,7 @@ class FusedMoe:
         shape: of the layer; `shape.routing == "given"`: ids and weights come from the caller.
         config1, config2: of GEMM1 and GEMM2, of one architecture.
         num_sms: multiprocessors of the GPU: a GEMM has no more CTAs.
-        gate_first: rows of gate lie above those of up in w13.
+        gate_first: the gate rows of w13 come before the up rows.
     """
 
     def __init__(self, shape: MoeShape, config1, config2, num_sms: int, gate_first: bool):
@@ -157,7 +157,8 @@ class FusedMoe:
         self.gathers = config1.gathers_rows
         self.route = Route(shape, names_tokens=True)
         self.permute = Permute(h, top_k, shape.ue8m0)
-        # Behind a permute kernel GEMM1 reads `m_indptr` without a wait: the routing wrote it. A
+        # Behind a permute kernel GEMM1 uses `m_indptr`, `counters` and `pair_row`, and zeroes parts
+        # of `out`, without a wait: the routing and all kernels before it are complete (`sync`). A
         # GEMM1 that gathers has no warp for a side job: there the combine writes the zeros.
         load_options: dict[str, Any] = (
             {"gather": True}
@@ -192,7 +193,7 @@ class FusedMoe:
         # Offsets of parts need 64 bits, their extents 32.
         sizes = self.shape, self.terms
         starts, _ = offsets(workspace_parts(*sizes, Int64(tokens), Int64(rows), quantised))
-        ws = place(workspace, starts, workspace_parts(*sizes, tokens, rows, quantised))
+        ws = tensors_at(workspace, starts, workspace_parts(*sizes, tokens, rows, quantised))
         # A and its scales, h + h / 32 bytes a row, lie at the end of o, so that the first rows of o
         # can be written while A is read.
         row_bytes = ws.o.element_type.width // 8 * h
@@ -229,7 +230,7 @@ class FusedMoe:
             operand_a, (w13, w13_scale, w2, w2_scale), ws.q, ws.q_scale, ws.o,
             expert_rows, ws.counters, rows, stream, side_job_tensors, writable_rows,
         )  # fmt: skip
-        ctas = cutlass.min(tokens, self.combine.max_ctas(self.num_sms))
+        ctas = cutlass.min(tokens, self.combine.max_token_ctas(self.num_sms))
         self.combine(ws.o, ws.pair_row, ws.weights, out, ctas, stream)
 
 
@@ -248,7 +249,7 @@ class ExpertGemms:
             )
         h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
         self.local, self.num_sms = local, num_sms
-        # A GEMM2 that starts while GEMM1 runs is dynamic: its CTAs start at different times.
+        # Only a dynamic GEMM2 computes while GEMM1 runs: its CTAs start at different times.
         self.hands_over = config2.dynamic
         gemm = GEMM_CLASSES[type(config1)]
         activation = Activation(shape.swiglu, gate_first, shape.ue8m0)
@@ -321,9 +322,9 @@ def batched_parts(shape: MoeShape, terms: int, rows: Any, quantised: bool) -> Ba
     )
 
 
-def batched_workspace_bytes(shape: MoeShape, terms: int, rows: int, quantised: bool) -> int:
-    """Return the size of the workspace for `rows` rows of every expert."""
-    flat = round_up(shape.num_local_experts * rows, TMA_ROWS)
+def batched_workspace_bytes(shape: MoeShape, terms: int, capacity: int, quantised: bool) -> int:
+    """Return the size of the workspace for `capacity` rows of every expert."""
+    flat = round_up(shape.num_local_experts * capacity, TMA_ROWS)
     return offsets(batched_parts(shape, terms, flat, quantised))[1]
 
 
@@ -351,20 +352,20 @@ class BatchedExperts:
         stream: cuda.CUstream,
     ):
         local, h = self.shape.num_local_experts, self.shape.hidden_size
-        places = Int32(cute.size(x, mode=[1]))
-        rows = local * places
+        capacity = Int32(cute.size(x, mode=[1]))
+        rows = local * capacity
         # TMA takes strides that are multiples of 16 bytes.
         whole = cute.assume(round_up(rows, TMA_ROWS), divby=TMA_ROWS)
         quantised = x.element_type is BFloat16
         starts, _ = offsets(batched_parts(self.shape, self.terms, Int64(whole), quantised))
-        ws = place(workspace, starts, batched_parts(self.shape, self.terms, whole, quantised))
+        ws = tensors_at(workspace, starts, batched_parts(self.shape, self.terms, whole, quantised))
         flat = cute.make_layout((rows, h), stride=(h, 1))
-        a, tokens = cute.make_tensor(x.iterator, flat), None
+        a, to_quantise = cute.make_tensor(x.iterator, flat), None
         if cutlass.const_expr(quantised):
-            tokens = QuantisedTokens(a, ws.x, ws.x_scale)
+            to_quantise = QuantisedTokens(a, ws.x, ws.x_scale)
             a = ws.x
         self.place.launch(
-            tokens, x_scale, num_tokens, places, ws.x_scale, ws.expert_rows, ws.counters,
+            to_quantise, x_scale, num_tokens, capacity, ws.x_scale, ws.expert_rows, ws.counters,
             self.place_ctas, stream,
         )  # fmt: skip
         self.gemms.launch(

@@ -75,7 +75,7 @@ from .gemm_load import (
     weights_by_column,
 )
 from .swiglu import Activation
-from .sync import Ready, arrivals, cluster_barrier
+from .sync import Ready, arrive_group, cluster_barrier
 from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
 
 UMMA_K = 32
@@ -303,16 +303,16 @@ class GemmSm100:
         sfa = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=c.sfa_stages,
-            producer_group=arrivals(self.load.a_loader.sfa_arrivals),
-            consumer_group=arrivals(c.consumer_warps),
+            producer_group=arrive_group(self.load.a_loader.sfa_arrivals),
+            consumer_group=arrive_group(c.consumer_warps),
             tx_count=self.load.a_loader.sfa_bytes,
             defer_sync=True,
         )
         acc = pipeline.PipelineUmmaAsync.create(
             barrier_storage=barriers + 2 * c.sfa_stages,
             num_stages=c.num_accumulators,
-            producer_group=arrivals(),
-            consumer_group=arrivals(c.consumer_warps * c.mma_ctas),
+            producer_group=arrive_group(),
+            consumer_group=arrive_group(c.consumer_warps * c.mma_ctas),
             cta_layout_vmnk=cluster if c.mma_ctas > 1 else None,
             defer_sync=True,
         )
@@ -320,8 +320,8 @@ class GemmSm100:
         ab = pipeline.PipelineTmaUmma.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=c.num_stages,
-            producer_group=arrivals(counts.full_arrivals),
-            consumer_group=arrivals(counts.empty_arrivals),
+            producer_group=arrive_group(counts.full_arrivals),
+            consumer_group=arrive_group(counts.empty_arrivals),
             # Not used: each loading warp expects its own bytes (`expect_bytes`).
             tx_count=counts.a_bytes + counts.b_bytes,
             cta_layout_vmnk=cluster,

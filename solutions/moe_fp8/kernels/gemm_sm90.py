@@ -62,7 +62,7 @@ from .epilogue import StoreBf16, StoreRegisters, TilePart, copy_channels, scale_
 from .epilogue_sm90 import SwigluEpilogueSm90
 from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale, weights_by_column
 from .swiglu import Activation
-from .sync import Ready, arrivals
+from .sync import Ready, arrive_group
 from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
 
 WGMMA_K = 32
@@ -238,8 +238,8 @@ class GemmSm90:
         ab_pipeline = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.barriers.data_ptr(),
             num_stages=c.num_stages,
-            producer_group=arrivals(self.load.counts.full_arrivals),
-            consumer_group=arrivals(self.load.counts.empty_arrivals),
+            producer_group=arrive_group(self.load.counts.full_arrivals),
+            consumer_group=arrive_group(self.load.counts.empty_arrivals),
             # Not used: each loading warp expects its own bytes (`expect_bytes`).
             tx_count=self.load.counts.a_bytes + self.load.counts.b_bytes,
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),

@@ -1,7 +1,7 @@
 """Brings tokens to the rows of their experts, with their scales.
 
     Permute       copies each token to all its rows: a CTA of 2 warps a token, all its loads in
-                  flight at once. With FP8 tokens further CTAs copy scales, 32 rows each.
+                  flight at once. With `TokensOfRows` further CTAs copy scales, 32 rows each.
     PlaceTokens   for rows that lie by expert already: writes `expert_rows`, and copies scales to
                   the order that TMA reads. With bfloat16 tokens it quantises them, a CTA a row.
 
@@ -33,17 +33,16 @@ class TokensOfRows(NamedTuple):
     """The token that each row is a copy of."""
 
     token_of_row: cute.Tensor  # (rows,) i32
-    end: cute.Tensor  # (1,) i32: number of rows in use
+    end: cute.Tensor  # (any) i32: element 0 is the number of rows in use
 
 
 class Permute:
     """`a[pair_row[t, s]] = x[t]` and `a_scale[:, pair_row[t, s]] = x_scale[:, t]` where local.
 
-    By token rather than by row: a token's values are read once for all its rows, the grid follows
-    from the number of tokens, and neither the number of rows nor the token of a row is needed. A
-    token without a local expert costs the load of its `pair_row`.
-
-    A CTA owns a token, with all its loads in flight at once; `grid = tokens`.
+    Values go by token, not by row: they are read once for all of a token's rows, and the grid
+    follows from the number of tokens. A token without a local expert costs the load of its
+    `pair_row`. A CTA owns a token, with all its loads in flight at once. `grid = tokens`, with
+    `TokensOfRows` `ceil(rows / 32) + tokens`.
 
     A token's scales go to one column of `a_scale`. Each store would fill 4 bytes of another 32-byte
     sector, which keeps L2 busy longer than whole sectors. So where `TokensOfRows` is known, further
@@ -139,8 +138,7 @@ class Permute:
                     self._store(values, scales, quantised, rows[s], thread, a, a_scale)
 
     def _block(self, i: int, thread: Int32, quantised: bool) -> Int32:
-        """Return the scale block of a thread's scale `i`; `blocks`, out of range, if it has
-        none."""
+        """Return the block of a thread's scale `i`; `blocks` or more if it has none."""
         if not quantised:
             return i * PERMUTE_THREADS + thread
         column = (i * PERMUTE_THREADS + thread) * E4M3_VECTOR
@@ -216,11 +214,12 @@ class PlaceTokens:
     @cute.jit
     def launch(
         self,
-        x: QuantisedTokens | None,  # (experts * R, hidden) bf16 and e4m3, which is written
+        to_quantise: QuantisedTokens
+        | None,  # (experts * R, hidden); q and scale have rows as below
         x_scale: cute.Tensor | None,  # (experts, R, hidden / 128) f32, any strides; None with bf16
         num_tokens: cute.Tensor,  # (experts,) i32
-        places: Int32,  # R
-        scale: cute.Tensor,  # (hidden / 128, experts * R) f32, written
+        capacity: Int32,  # R
+        scale: cute.Tensor,  # (hidden / 128, experts * R rounded up to 4) f32, written
         expert_rows: cute.Tensor,  # (2, experts) i32, written
         counters: cute.Tensor,  # (tile_counters + experts,) i32, set to 0
         max_ctas: int,
@@ -228,22 +227,24 @@ class PlaceTokens:
     ):
         experts = cute.size(num_tokens)
         threads, at_once = PLACE_WARPS * WARP, WARP
-        if cutlass.const_expr(x is not None):
+        if cutlass.const_expr(to_quantise is not None):
             threads, at_once = self.threads_of_row, 1
-        parts = cutlass.min((places + (at_once - 1)) // at_once, -(-max_ctas // experts))
-        args = x, x_scale, num_tokens, places, scale, expert_rows, counters
+        parts = cutlass.min((capacity + (at_once - 1)) // at_once, -(-max_ctas // experts))
+        args = to_quantise, x_scale, num_tokens, capacity, scale, expert_rows, counters
         self.kernel(*args).launch(
             grid=[parts, experts, 1], block=[threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x, x_scale, num_tokens, places: Int32, scale, expert_rows, counters):
+    def kernel(
+        self, to_quantise, x_scale, num_tokens, capacity: Int32, scale, expert_rows, counters
+    ):
         thread, _, _ = cute.arch.thread_idx()
         part, expert, _ = cute.arch.block_idx()
         parts, _, _ = cute.arch.grid_dim()
         wait_for_previous()
-        count = cutlass.max(cutlass.min(num_tokens[expert], places), 0)
-        first = expert * places
+        count = cutlass.max(cutlass.min(num_tokens[expert], capacity), 0)
+        first = expert * capacity
         if part == 0:
             if thread == 0:
                 expert_rows[0, expert] = first
@@ -251,9 +252,9 @@ class PlaceTokens:
                 counters[self.tile_counters + expert] = Int32(0)
             if expert == 0 and thread < self.tile_counters:
                 counters[thread] = Int32(0)
-        if cutlass.const_expr(x is not None):
+        if cutlass.const_expr(to_quantise is not None):
             for row in cutlass.range(part, count, parts, unroll=1):
-                quantise_token(x, first + row, self.ue8m0)
+                quantise_token(to_quantise, first + row, self.ue8m0)
         else:
             for row in cutlass.range(part * WARP, count, parts * WARP, unroll=1):
                 self._copy_scales(x_scale, scale, expert, first, row, count)

@@ -56,13 +56,13 @@ NAN_ORDER = 2**31 - 1
 
 
 class RouterInputs(NamedTuple):
-    """The inputs of the choice. With `given` the fields hold those of `GivenExperts`: a kernel's
+    """The inputs of the choice. With `given` the fields are those of `GivenExperts`, as a kernel's
     argument has one type."""
 
-    logits: cute.Tensor  # (tokens, experts) f32 or bf16
-    bias: cute.Tensor | None  # (experts,) bf16 or f32
+    logits: cute.Tensor  # (tokens, experts) f32 or bf16; given: ids
+    bias: cute.Tensor | None  # (experts,) bf16 or f32; given: weights
     offset: Int32  # first local expert
-    scaling: Float32
+    scaling: Float32  # factor of the weights; given: expert_map
 
 
 class GivenExperts(NamedTuple):
@@ -105,16 +105,16 @@ class Route:
         pair_row: cute.Tensor,
         token_of_row: cute.Tensor,
         counters: cute.Tensor,
-        tokens: QuantisedTokens | None,  # quantised as well, by further CTAs
+        to_quantise: QuantisedTokens | None,  # by further CTAs
         stream: cuda.CUstream,
     ):
         inputs = RouterInputs(logits, bias, offset, scaling)
         numbered = RowNumbers(m_indptr, pair_row, token_of_row, counters)
         words = cute.size(marks, mode=[0])
         launch = {"stream": stream, "use_pdl": True}
-        quantising = 0 if cutlass.const_expr(tokens is None) else cute.size(logits, mode=[0])
+        quantising = 0 if cutlass.const_expr(to_quantise is None) else cute.size(logits, mode=[0])
         if words == 1:
-            self.word.kernel(inputs, weights, numbered, tokens).launch(
+            self.word.kernel(inputs, weights, numbered, to_quantise).launch(
                 grid=[1 + quantising, 1, 1], block=[ROUTE_THREADS, 1, 1], **launch
             )
         else:
@@ -124,13 +124,13 @@ class Route:
                 **launch,
             )
             numbering = cute.ceil_div(words, NUMBER_WORDS)
-            self.number.kernel(expert, marks, numbered, tokens).launch(
+            self.number.kernel(expert, marks, numbered, to_quantise).launch(
                 grid=[numbering + quantising, 1, 1], block=[ROUTE_THREADS, 1, 1], **launch
             )
 
 
 class ChooseExperts:
-    """Write `expert`, `weights` and, for the local experts, the marks of a word of tokens.
+    """Write `expert`, `weights` and, for each local expert, a byte of marks: 8 tokens.
 
     Lane l of a token's warp holds experts `l * own` to `l * own + own - 1`, sorted by score. A
     group is a power of two of lanes.
@@ -145,7 +145,7 @@ class ChooseExperts:
     `grid = 4 * ceil(tokens / 32)`, a CTA for each byte of the words.
     """
 
-    tokens = BYTE_TOKENS  # of a CTA
+    cta_tokens = BYTE_TOKENS
 
     def __init__(self, shape: MoeShape):
         self.softmax = shape.routing == "renormalize"
@@ -157,7 +157,6 @@ class ChooseExperts:
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
         fits = fits and self.group_lanes & (self.group_lanes - 1) == 0
-        fits = fits or self.given
         if not fits and self.kept_groups < groups or experts > WARP * WARP or top_k > WARP:
             raise ValueError(
                 f"{experts} experts in {groups} groups, top_k={top_k}: expected up to {WARP * WARP}"
@@ -206,11 +205,11 @@ class ChooseExperts:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        slots = cute.make_layout((self.tokens, WARP), stride=(WARP, 1))  # (tokens of a CTA, 32)
+        slots = cute.make_layout((self.cta_tokens, WARP), stride=(WARP, 1))  # (cta_tokens, 32)
         if cutlass.const_expr(not self.given):
             chosen_id = memory.allocate_tensor(Int32, slots)
-            chosen = memory.allocate_tensor(Float32, slots)
-        for e in cutlass.range(thread, self.local, self.tokens * WARP, unroll=1):
+            chosen_score = memory.allocate_tensor(Float32, slots)
+        for e in cutlass.range(thread, self.local, self.cta_tokens * WARP, unroll=1):
             marked[e] = Int32(0)
         cute.arch.barrier()  # must come before the marks of other warps
         wait_for_previous()
@@ -225,11 +224,11 @@ class ChooseExperts:
                     cute.arch.atomic_or(marked.iterator + local, mark, sem="relaxed", scope="cta")
         elif token < cute.size(inputs.logits, mode=[0]):
             # (32 slots,) of this token each
-            self._choose(inputs, token, chosen_id[warp, None], chosen[warp, None])
+            self._choose(inputs, token, chosen_id[warp, None], chosen_score[warp, None])
             cute.arch.sync_warp()  # must come before a lane reads the slot that another one wrote
             score = Float32(0.0)
             if lane < self.top_k:
-                score = chosen[warp, lane]
+                score = chosen_score[warp, lane]
             share = self._share(score, Boolean(lane < self.top_k))
             total = self._tree_sum(share) + EPSILON
             if lane < self.top_k:
@@ -249,7 +248,8 @@ class ChooseExperts:
 
         Return (the local expert that this lane was given, or -1; its slot; True if an earlier slot
         has that expert). Slots are in the order of the local experts, as when they are chosen here;
-        experts of other ranks come last. So a token's sum does not depend on the given order.
+        experts of other ranks come last. So a token's sum does not depend on the given order,
+        except for an expert that is listed twice.
         """
         lane = cute.arch.lane_idx()
         local, weight = Int32(-1), Float32(0.0)
@@ -282,7 +282,7 @@ class ChooseExperts:
         return local
 
     @cute.jit
-    def _choose(self, inputs, token, chosen_id, chosen):
+    def _choose(self, inputs, token, chosen_id, chosen_score):
         """Write the ids of the token's experts, ascending, and their scores."""
         logits, bias = inputs.logits, inputs.bias
         first = cute.arch.lane_idx() * self.own
@@ -312,7 +312,7 @@ class ChooseExperts:
         for j in cutlass.range_constexpr(self.own):
             if mine & (1 << j):
                 chosen_id[slot] = first + j
-                chosen[slot] = scores[j]
+                chosen_score[slot] = scores[j]
                 slot += 1
 
     @cute.jit
@@ -366,7 +366,7 @@ class ChooseExperts:
             above = cutlass.select_(order[j] > last, above | (1 << j), above)
             equal = cutlass.select_(order[j] == last, equal | (1 << j), equal)
         surplus = cute.arch.popc(equal) + cute.arch.popc(above) - count
-        while surplus > 0:  # of experts that tie, the lowest
+        while surplus > 0:  # keep the lowest of the experts that tie
             equal = equal ^ (Int32(1) << Int32(cute.arch.bfind(Uint32(equal))))
             surplus -= 1
         return cutlass.select_(count > 0, above | equal, Int32(0))
@@ -417,7 +417,7 @@ class RouteWord(ChooseExperts):
     """Route up to 32 tokens in one CTA and zero `counters`. `grid = 1`, and one more CTA for each
     token to quantise."""
 
-    tokens = WORD_TOKENS
+    cta_tokens = WORD_TOKENS
 
     def __init__(self, shape: MoeShape, names_tokens: bool):
         super().__init__(shape)
@@ -430,9 +430,9 @@ class RouteWord(ChooseExperts):
         inputs: RouterInputs,
         weights: cute.Tensor,
         numbered: RowNumbers,
-        tokens: QuantisedTokens | None,
+        to_quantise: QuantisedTokens | None,
     ):
-        if cutlass.const_expr(tokens is None):
+        if cutlass.const_expr(to_quantise is None):
             self._route(inputs, weights, numbered)
         else:
             block, _, _ = cute.arch.block_idx()
@@ -440,7 +440,7 @@ class RouteWord(ChooseExperts):
                 self._route(inputs, weights, numbered)
             else:
                 wait_for_previous()
-                quantise_token(tokens, block - 1, self.ue8m0)
+                quantise_token(to_quantise, block - 1, self.ue8m0)
 
     @cute.jit
     def _route(self, inputs, weights: cute.Tensor, numbered: RowNumbers):
@@ -495,9 +495,9 @@ class NumberRows:
         expert: cute.Tensor,
         marks: cute.Tensor,
         numbered: RowNumbers,
-        tokens: QuantisedTokens | None,
+        to_quantise: QuantisedTokens | None,
     ):
-        if cutlass.const_expr(tokens is None):
+        if cutlass.const_expr(to_quantise is None):
             self._number(expert, marks, numbered)
         else:
             block, _, _ = cute.arch.block_idx()
@@ -506,7 +506,7 @@ class NumberRows:
                 self._number(expert, marks, numbered)
             else:
                 wait_for_previous()
-                quantise_token(tokens, block - numbering, self.ue8m0)
+                quantise_token(to_quantise, block - numbering, self.ue8m0)
 
     @cute.jit
     def _number(self, expert: cute.Tensor, marks: cute.Tensor, numbered: RowNumbers):

@@ -42,8 +42,8 @@ class Activation(NamedTuple):
 
 @cute.jit
 def silu(x: Float32, alpha: float = 1.0) -> Float32:
-    """Return `x * sigmoid(alpha * x)`: -0 and x, not NaN, where the exponential over- and
-    underflows."""
+    """Return `x * sigmoid(alpha * x)`. A finite x gives no NaN: -0 where the exponential overflows,
+    x where it underflows."""
     power = x * (-LOG2_E * alpha)
     return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(power, fastmath=True))
 
@@ -87,8 +87,9 @@ def block_scale(amax: Float32, ue8m0: bool = False) -> Float32:
 
 
 @cute.jit
-def divide(values: cute.Tensor, scale: Float32):
-    """Compute `values / scale` in place, rounded as a division is, without its slow path.
+def divide(values: cute.Tensor, scale: Float32, keep_zero_sign: bool = False):
+    """Compute `values / scale` in place, rounded as a division is, without its slow path. A zero
+    keeps its sign with `keep_zero_sign`.
 
     The hardware's division leaves its fast path for numerators near zero, and `silu` makes many.
     Here a product with the reciprocal is corrected by its residual, which an FMA gives exactly
@@ -100,8 +101,12 @@ def divide(values: cute.Tensor, scale: Float32):
         inverse = 1.0 / scale
         for i in cutlass.range_constexpr(cute.size(values)):
             quotient = values[i] * inverse
-            residual = cute.math.fma(-quotient, scale, values[i])
-            values[i] = cute.math.fma(residual, inverse, quotient)
+            if cutlass.const_expr(keep_zero_sign):
+                excess = cute.math.fma(quotient, scale, -values[i])
+                values[i] = cute.math.fma(-excess, inverse, quotient)
+            else:
+                residual = cute.math.fma(-quotient, scale, values[i])
+                values[i] = cute.math.fma(residual, inverse, quotient)
     else:
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] / scale
@@ -122,9 +127,9 @@ class QuantisedTokens(NamedTuple):
 def quantise_token(tokens: QuantisedTokens, token: Int32, ue8m0: bool):
     """Quantise one token, with the bits of `moe_fp8.quantise_rows`; all threads of a CTA.
 
-    The CTA has a thread for each `BF16_VECTOR` values. Where GEMM1 gathers its rows, the routing's
-    last kernel has one more CTA for each token: a kernel of its own would cost more than the work.
-    Where rows are permuted, the permute kernel quantises the tokens that it copies.
+    The CTA has a thread for each `BF16_VECTOR` values, or more. `PlaceTokens` calls it. So do
+    further CTAs of the routing's last kernel where GEMM1 gathers its rows: a kernel of its own
+    would cost more than the work.
     """
     thread, _, _ = cute.arch.thread_idx()
     hidden, column = cute.size(tokens.x, mode=[1]), thread * BF16_VECTOR
@@ -145,8 +150,7 @@ def quantise_token(tokens: QuantisedTokens, token: Int32, ue8m0: bool):
 def quantise(raw: cute.Tensor, quantised: cute.Tensor, ue8m0: bool) -> Float32:
     """Fill this lane's part of a scale block and return the block's scale; all lanes of a warp.
 
-    Neighbouring lanes share a block. A quotient is a product with the reciprocal, corrected by its
-    residual as in `divide`, here with the sign of a zero.
+    Neighbouring lanes share a block. A zero keeps its sign.
     """
     size = cute.size(raw)
     values = cute.make_rmem_tensor(size, Float32)  # (8,) or (16,): this lane's part of a block
@@ -162,15 +166,7 @@ def quantise(raw: cute.Tensor, quantised: cute.Tensor, ue8m0: bool) -> Float32:
         largest[0] = cutlass.max(largest[0], other)
         distance *= 2
     scale = block_scale(cute.recast_tensor(largest, Float32)[0], ue8m0)
-    if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
-        inverse = 1.0 / scale
-        for i in cutlass.range_constexpr(size):
-            quotient = values[i] * inverse
-            excess = cute.math.fma(quotient, scale, -values[i])
-            values[i] = cute.math.fma(-excess, inverse, quotient)
-    else:
-        for i in cutlass.range_constexpr(size):
-            values[i] = values[i] / scale
+    divide(values, scale, keep_zero_sign=True)
     quantised.store(values.load().to(Float8E4M3FN))
     return scale
 
@@ -262,7 +258,8 @@ class SwigluQuant:
             gate_factor = activate_gate(Float32(gate[i]), self.swiglu)
             c[i] = gate_factor * activate_up(Float32(up[i]), self.swiglu)
             amax = cute.arch.fmax(amax, cute.math.absf(c[i]))
-        # Half a warp has the 128 columns of the block.
+        # Half a warp has the 128 columns of the block. The other half may have exited: a shuffle
+        # does not wait for lanes that have.
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=BLOCK_LANES)
 
         scale = block_scale(amax, self.ue8m0)

@@ -7,7 +7,8 @@ Programmatic dependent launch (PDL). A kernel starts while its predecessor in th
   handed rows while they are made waits for those rows, and for its predecessor before it exits.
 - Every kernel waits for its predecessor before it exits. So if kernel N-1 is complete, all earlier
   kernels are.
-- A kernel lets its successor start right after its own wait. The successor's CTAs become resident
+- A kernel lets its successor start right after its own wait; a GEMM2 that is handed rows, before it
+  (see below). The successor's CTAs become resident
   as this kernel's CTAs leave, set up, and wait in turn. A kernel of another library, launched
   without PDL, waits for all of ours.
 - Kernel N starts when every CTA of kernel N-1 has let it start. Each did so after its own wait, so
@@ -19,8 +20,9 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 
 Hand-over of rows. GEMM2 takes an expert's rows as soon as GEMM1 has stored them.
 
-- `counts[e]` counts the elements of expert e's rows that are in memory. The threads that store
-  elements meet at a barrier; then one of them adds to the count. Its release covers their stores.
+- `counts[e]` counts the elements of expert e's rows that are in memory; the terms of an element
+  count once. The threads that store elements meet at a barrier; then one of them adds to the count.
+  Its release covers their stores.
 - GEMM2 waits for all elements of an expert, then loads by TMA. TMA is another proxy than the
   stores', so a fence must come between the wait and the load, or TMA may read old data.
 - A TMA box also holds rows and scales of the neighbouring experts, which other CTAs may still be
@@ -120,8 +122,9 @@ class PairExchange:
 
     @cute.jit
     def initialise(self, place: cute.Pointer) -> cute.Pointer:
-        """Initialise the mbarriers at `place` in shared memory; all threads of a CTA. The caller
-        must synchronise the cluster before their first use, or a CTA may arrive too early."""
+        """Initialise the mbarriers at `place` in shared memory and return them, (PAIR_BUFFERS,
+        waits); all threads of a CTA. The caller must synchronise the cluster before their first
+        use, or a CTA may arrive too early."""
         arrived = cute.recast_ptr(place, dtype=Int64)
         if cute.arch.warp_idx() == 0:
             with cute.arch.elect_one():
@@ -169,6 +172,6 @@ class NamedBarrierId(enum.IntEnum):
 assert NamedBarrierId.END <= HARDWARE_BARRIERS
 
 
-def arrivals(count: int = 1) -> pipeline.CooperativeGroup:
+def arrive_group(count: int = 1) -> pipeline.CooperativeGroup:
     """The side of a pipeline whose `count` arrivals complete a phase of a barrier."""
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)

@@ -15,7 +15,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Uint32
 
 from .configs import SMEM_BYTES, WARP, Schedule
-from .sync import arrivals, wait_for_previous
+from .sync import arrive_group, wait_for_previous
 
 MAX_EXPERTS = WARP * WARP
 """A lane answers for one expert, or for up to 32 consecutive ones."""
@@ -360,8 +360,8 @@ class TileQueue:
         pipe = pipeline.PipelineAsync.create(
             barrier_storage=barriers,
             num_stages=1,
-            producer_group=arrivals(),
-            consumer_group=arrivals(reading_warps),
+            producer_group=arrive_group(),
+            consumer_group=arrive_group(reading_warps),
             consumer_mask=Int32(0),
             defer_sync=True,
         )

@@ -210,7 +210,7 @@ def combine(
     from ..kernels.combine import Combine, compile_combine
 
     (tokens, hidden), top_k = out.shape, pair_row.shape[1]
-    ctas = min(tokens, Combine(hidden, top_k).max_ctas(architectures.num_sms(o.device)))
+    ctas = min(tokens, Combine(hidden, top_k).max_token_ctas(architectures.num_sms(o.device)))
     compile_combine(hidden, top_k, target_of(o.device))(o, pair_row, weights, out, ctas)
 
 
