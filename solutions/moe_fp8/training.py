@@ -50,10 +50,11 @@ def differentiable_experts(
     `w13` or `w2` in place between forward and backward is an error of autograd.
 
     The backward pass computes the layer again in BF16, by torch's grouped GEMM. It needs memory
-    for dequantised copies of all local weights. The intermediate is not rounded to FP8. calc_diff
-    to float64 autograd is below 1e-4, more where many values are near `swiglu_limit`. It repeats
-    bit for bit, but is not batch invariant. A rank gets its experts' share of the gradients of
-    tokens and routing weights. There is no second derivative.
+    for BF16 copies of all local weights, and for a moment for a float32 copy of `w13`. The
+    intermediate is not rounded to FP8. calc_diff to float64 autograd is below 1e-4, more where many
+    values are near `swiglu_limit`. It repeats bit for bit, but is not batch invariant. A rank gets
+    its experts' share of the gradients of tokens and routing weights. There is no second
+    derivative.
 
     Args:
         x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
@@ -95,7 +96,7 @@ class _Experts(torch.autograd.Function):
         *values, master_w13, master_w2, num_experts, options = arguments
         ids, weights, x, _, w13, w13_scale, w2, w2_scale, offset, expert_map = values
         ctx.save_for_backward(ids, weights, x, w13, w13_scale, w2, w2_scale, expert_map)
-        ctx.masters = [None if m is None else m.dtype for m in (master_w13, master_w2)]
+        ctx.master_dtypes = [None if m is None else m.dtype for m in (master_w13, master_w2)]
         ctx.offset, ctx.options = offset, options
         return experts(
             ids, weights, x, w13, w13_scale, w2, w2_scale,
@@ -155,6 +156,7 @@ class _Experts(torch.autograd.Function):
             d_weights = torch.empty_like(d_pair_weights).index_copy_(0, pair, d_pair_weights)
             d_weights = d_weights.view_as(weights)
         d_masters = (
-            None if d is None else d.to(dtype) for d, dtype in zip(d_fp8, ctx.masters, strict=True)
+            None if d is None else d.to(dtype)
+            for d, dtype in zip(d_fp8, ctx.master_dtypes, strict=True)
         )
         return None, d_weights, d_x, *7 * (None,), *d_masters, None, None

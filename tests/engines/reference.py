@@ -91,4 +91,4 @@ def peer_of_a_sweep(
 def kernels_of(function: Any, *arguments: Any, tokens: int = 0, **options: Any) -> set[Any]:
     """Return the kernels that `prepare` makes of such a call on an H100, for all numbers of
     tokens."""
-    return {*bake.kernels([bake.Call(function, arguments, options)], *GPUS["h100"])}
+    return {*bake.geometries_of([bake.Call(function, arguments, options)], *GPUS["h100"])}

@@ -59,7 +59,7 @@ def registered(monkeypatch):
     assert not HookRegistry._hooks, "off unless it is asked for"
     monkeypatch.setenv(plugins.SGLANG, "1")
     monkeypatch.setattr(plugins, "on_hopper", lambda: True)
-    plugin.say.cache_clear()
+    plugin.log_once.cache_clear()
     plugin.register()
     HookRegistry.apply_hooks()
 
@@ -224,7 +224,7 @@ def test_a_scale_of_a_tensor_is_not_served(registered, caplog):
     weights.w13_scale, weights.w2_scale = torch.ones(LOCAL), torch.ones(LOCAL)
     method, module = of_channels(weights, CompressedTensorsW8A8Fp8MoE, "tensor")
     method.create_moe_runner(module, config_of())
-    assert "weights with a scale for None" in caplog.text
+    assert "weights with a scale for each tensor" in caplog.text
     assert method.runner.runner_backend.is_triton()
 
 
@@ -304,7 +304,7 @@ def made_for(exchange: str) -> set[Any]:
     """Return the kernels that the command makes for the layer of `by_deepep`."""
     model = bake.Model("", E, K, H, WIDTH)
     calls = bake.calls(model, "sglang", E // LOCAL, True, exchange=exchange)
-    return {*bake.kernels([*calls], *GPUS["h100"])}
+    return {*bake.geometries_of([*calls], *GPUS["h100"])}
 
 
 @pytest.mark.parametrize("fp8", [True, False])
@@ -466,7 +466,7 @@ def test_zeros_of_a_large_exponent_are_no_reason_to_round(in_fp4, caplog):
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
     assert method.runner.runner_backend.is_triton()
-    assert "layer 3, w2_weight, as SGLang converted it: small values" in caplog.text
+    assert "layer 3, w2_weight, as SGLang converted it: values" in caplog.text
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
@@ -502,7 +502,7 @@ def test_kernels_are_prepared_for_the_calls_to_come(shared, registered, monkeypa
     monkeypatch.undo()
     (((function, *call), kwargs),) = prepared
     model = bake.Model("", E, K, H, WIDTH, shared)
-    baked = bake.kernels([*bake.calls(model, "sglang", E // LOCAL, True)], *GPUS["h100"])
+    baked = bake.geometries_of([*bake.calls(model, "sglang", E // LOCAL, True)], *GPUS["h100"])
     asked = kernels_of(function, *call, **kwargs)
     assert asked < {*baked} if shared else asked == {*baked}
     dispatched = tokens(local_ids(top_k=K + shared))
@@ -530,7 +530,7 @@ def test_an_sglang_that_lacks_what_is_needed_is_left_alone(path, monkeypatch, ca
     monkeypatch.setenv(plugins.SGLANG, "1")
     monkeypatch.setattr(plugins.pkgutil, "resolve_name", changed)
     before = dict(HookRegistry._hooks), dict(runners._CUSTOM_RUNNER_CORE_FACTORIES)
-    plugin.say.cache_clear()
+    plugin.log_once.cache_clear()
     plugin.register()
     (record,) = caplog.records
     assert re.match(

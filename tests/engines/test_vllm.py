@@ -376,7 +376,7 @@ def selection(monkeypatch):
     chosen = {getattr(module, plugin.SELECT) for module in QUANTISERS}
     assert len(chosen) == 1
     ours = chosen.pop()
-    assert isinstance(ours, plugin.Selection) and ours.others is theirs
+    assert isinstance(ours, plugin.Selection) and ours.original is theirs
     return ours
 
 
@@ -546,7 +546,7 @@ def test_mxfp4_experts_run_as_fp8(name, limit, loaded, problem, monkeypatch, log
     [
         ("", {}, r"weights in MXFP4 \(MOE_FP8_MXFP4=exact re-encodes them as FP8, with twice"),
         ("exact", {"span": 15}, r"model.layers.3.mlp.experts.w13_weight: .* in \d+ blocks .* "
-         r"at most 14; the first is block \(0, 0, 0\) of .*, which spans 15; the largest error "
+         r"at most 14\); the first is block \(0, 0, 0\) of .*, which spans 15; the largest error "
          "is .*; MOE_FP8_MXFP4=lossy rounds them"),
         ("exact", {"moe_backend": "marlin"}, "--moe-backend marlin is asked for"),
         ("exact", {"name": "GptOssMxfp4MoEMethod", "has_bias": True,
@@ -682,7 +682,7 @@ def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypat
 def test_a_vllm_whose_mxfp4_experts_changed_keeps_them(path, selection, monkeypatch, logged):
     """Other layers are served."""
     theirs = engine_mxfp4.Mxfp4MoEMethod.process_weights_after_loading
-    monkeypatch.setattr(oracle, plugin.SELECT, selection.others)
+    monkeypatch.setattr(oracle, plugin.SELECT, selection.original)
     without(path)(monkeypatch)
     plugin.register()
     (line,) = logged
@@ -851,7 +851,7 @@ def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
     (kernels,) = asked
     model = bake.find_model(name)
     calls = bake.calls(model, "vllm", ranks, expert_parallel, accurate=accurate)
-    baked = {*bake.kernels([*calls], *GPUS["h100"])}
+    baked = {*bake.geometries_of([*calls], *GPUS["h100"])}
     uneven = expert_parallel and model.experts % ranks > 0
     assert kernels <= baked and (len(baked) > len(kernels)) == uneven
 
@@ -889,7 +889,7 @@ def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypa
         )  # fmt: skip
     model = bake.Model("", E, K, H, WIDTH)
     call = bake.call(model, "vllm", E, WIDTH, 0, True, False, exchange_form)
-    assert asked == [{*bake.kernels([call], *GPUS["h100"])}]
+    assert asked == [{*bake.geometries_of([call], *GPUS["h100"])}]
 
 
 def test_vllm_serve_takes_the_options_of_the_offline_engine(monkeypatch) -> None:

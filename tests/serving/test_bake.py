@@ -95,7 +95,7 @@ def baked() -> Iterator[SimpleNamespace]:
         mask = os.umask(0o077)
         status = run(model, root / "kernels")
         os.umask(mask)
-        listed = bake.kernels([*bake.calls(bake.find_model(str(model)))], HOPPER, 132)
+        listed = bake.geometries_of([*bake.calls(bake.find_model(str(model)))], HOPPER, 132)
     yield SimpleNamespace(status=status, directory=root / "kernels", kernels=listed)
     shutil.rmtree(root)
 
@@ -300,6 +300,13 @@ def test_a_configuration_by_channel_is_read():
     [
         ({"quantization_config": by_channel(dynamic=False)}, "compressed-tensors of channel"),
         ({"quantization_config": by_channel({**CHANNELS, "type": "int"})}, "of channel"),
+        ({"quantization_config": {"config_groups": {"a": {"weights": {
+            "type": "int", "num_bits": 8, "block_structure": [128, 128]}}}}}, "got None of"),
+        ({"quantization_config": {
+            "quant_method": "blockwise_int8", "weight_block_size": [128, 128]}},
+         "got blockwise_int8 of"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+         "got fp8 of 128"),
         ({"num_experts": None}, "no n_routed_experts or num_experts or"),
         ({"quantization_config": {"quant_method": "fp8"}}, "got fp8 of None"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
@@ -329,7 +336,7 @@ def test_a_model_of_the_hub(config, compiled, tmp_path, monkeypatch, capsys):
     assert run("someone/a-model", tmp_path / "out") == 2
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert run("someone/a-model", tmp_path / "out") == 2
-    assert capsys.readouterr().err.count("no such directory, and not to be had") == 2
+    assert capsys.readouterr().err.count("no such directory, and the download failed") == 2
 
 
 # --- the program ----------------------------------------------------------------------------------

@@ -31,16 +31,21 @@ def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
     """Then nothing of the engine is imported, which need not be here; else one line says so."""
     engine = plugin.__name__.rpartition(".")[2]
     monkeypatch.setitem(sys.modules, engine, None)  # importing it is an ImportError
+    monkeypatch.setenv(plugins.MXFP4, "wrong")  # the plugin is off: nobody reads it
     for value in (None, "", "0"):
         monkeypatch.delenv(variable, raising=False)
         if value is not None:
             monkeypatch.setenv(variable, value)
         plugin.register()
     assert not caplog.records
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"^{plugins.MXFP4}='wrong': expected exact"):
+        plugin.register()
+    monkeypatch.setenv(plugins.MXFP4, "0")
     for value in ("1", "accurate"):
         monkeypatch.setenv(variable, value)
         assert plugins.accurate(variable) == (value == "accurate")
-        sglang_plugin.say.cache_clear()
+        sglang_plugin.log_once.cache_clear()
         plugin.register()
         assert caplog.text.count(f"moe_fp8 is off: {engine} of an unknown version lacks ") == 1
         caplog.clear()
@@ -213,7 +218,7 @@ def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):
     weight = torch.empty(1, 256, 128, dtype=torch.float8_e4m3fn)
     layer = SimpleNamespace(w13_weight=weight, w2_weight=weight)
     config, method = SimpleNamespace(num_experts=1, top_k=1), SimpleNamespace(runner="theirs")
-    sglang_plugin.say.cache_clear()
+    sglang_plugin.log_once.cache_clear()
     sglang_plugin.create_moe_runner(lambda *_: None, method, layer, config)
     assert method.runner == "theirs"
     assert "top 1, 128 x 128: ModuleNotFoundError: " in caplog.text

@@ -54,12 +54,26 @@ def spanning(low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, scales
 
 
+def test_a_conversion_by_another_program_is_compared():
+    """Scales four times too large: no exponent is to blame. Zeros that became ones: nothing is
+    divided by 0."""
+    packed, scales = spanning(-6, 7)
+    weights, block_scales = from_mxfp4(packed, scales)
+    assert not compare(packed, scales, weights, block_scales)
+    wrong = compare(packed, scales, weights, block_scales * 4)
+    assert wrong.startswith("values are rounded in 2 blocks") and "which spans 0; " in wrong
+    zeros = torch.zeros_like(packed)
+    ones = torch.ones_like(block_scales)
+    wrong = compare(zeros, scales, torch.ones_like(weights.float()).to(weights.dtype), ones)
+    assert "which spans 0; the largest error is" in wrong and "inf" not in wrong
+
+
 def test_a_span_of_15_is_refused_or_rounded():
     weights, block_scales = from_mxfp4(*spanning(-7, 7))
     assert torch.equal(dequantised(weights, block_scales), decoded(*spanning(-7, 7)))
     packed, scales = spanning(-8, 7)
     message = (
-        r"^packed: small values are rounded in 1 blocks .* span at most 14; the first is block "
+        r"^packed: values are rounded in 1 blocks .* span at most 14\); the first is block "
         r"\(0, 1\) .* which spans 15; .* lossy=True rounds them$"
     )
     with pytest.raises(ValueError, match=message):

@@ -26,7 +26,7 @@ from ..cache import CACHE_VARIABLE, KernelCache
 from ..call import BLOCK, CHUNK_TOKENS, MoeShape
 from ..kernels.architectures import GPUS, Architecture
 from .plugins import BLOCK_SHAPE, describe_layers, in_words
-from .prepare import Geometry, compile_all, geometries, missing
+from .prepare import Geometry, compile_all, list_geometries, missing
 
 MODELS = Path(__file__).with_name("models")
 """The configurations of the models that are known by name."""
@@ -44,11 +44,12 @@ ENGINES = ("vllm", "sglang", "transformers")
 
 
 class Exchange(NamedTuple):
-    """The form of tokens that an exchange between ranks delivers, in FP8 with scales."""
+    """The form of tokens that an exchange between ranks delivers: in FP8 with scales, or in
+    bfloat16 if weights have a scale for each channel."""
 
     engine: str
     batched: bool  # sorted by expert, for `batched_experts`
-    ids: torch.dtype = torch.int32
+    ids: torch.dtype = torch.int32  # type of `topk_ids`
 
 
 EXCHANGES = {
@@ -79,6 +80,7 @@ class Model:
     shared: int = 0  # experts of every token, which SGLang may run with the others
     activation: tuple[tuple[str, float], ...] = ()  # options of `experts`
     per_channel: bool = False  # a weight scale for each output channel, not for each block
+    scale_fmt: str = ""  # "ue8m0": scales are powers of two
 
 
 class Call(NamedTuple):
@@ -131,14 +133,16 @@ def download(name: str) -> Path:
         return Path(hf_hub_download(name, CONFIG))
     except Exception as error:  # no package, no network, no such model, no access
         why = str(error).strip().partition("\n")[0]
-        raise UsageError(f"--model {name}: no such directory, and not to be had: {why}") from None
+        raise UsageError(
+            f"--model {name}: no such directory, and the download failed: {why}"
+        ) from None
 
 
 def read_model(name: str, config: Any) -> Model:
     """Return the model of a `config.json`.
 
     Raises:
-        ValueError: it has no experts, or no engine runs its experts on the layer.
+        ValueError: it has no experts, or this program does not know their kernels.
     """
     if not isinstance(config, dict):
         raise ValueError(f"expected an object, got {type(config).__name__}")
@@ -163,20 +167,22 @@ def read_model(name: str, config: Any) -> Model:
     activation = tuple((key, config[key]) for key in ACTIVATION if config.get(key))
     return Model(
         name, **sizes, shared=shared[0] if shared else 0, activation=activation,
-        per_channel=is_per_channel(quantisation),
+        per_channel=is_per_channel(quantisation), scale_fmt=quantisation.get("scale_fmt") or "",
     )  # fmt: skip
 
 
 def why_not(quantisation: Mapping[str, Any]) -> str:
-    """Return why no engine runs weights of this `quantization_config` on the layer, or "". If it is
-    empty, an engine may quantise what it loads."""
+    """Return why this program knows no kernels for weights of a `quantization_config`, or "". If it
+    is empty, an engine may quantise what it loads."""
     if not quantisation:
         return ""
     method, blocks = quantisation.get("quant_method"), quantisation.get("weight_block_size")
+    is_fp8 = "int" not in str(method)
     for group in (quantisation.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         blocks = blocks or weights.get("block_structure") or weights.get("strategy")
-    if list(blocks or ()) == BLOCK_SHAPE or is_per_channel(quantisation):
+        is_fp8 = is_fp8 and weights.get("type", "float") == "float"
+    if (is_fp8 and blocks == BLOCK_SHAPE) or is_per_channel(quantisation):
         return ""
     return (
         f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, or by channel with tokens "
@@ -215,7 +221,8 @@ def calls(
     accurate: bool = False,
     padded: bool = False,
 ) -> Iterator[Call]:
-    """Yield the calls that the ranks of an engine prepare for, of every form that it may choose.
+    """Yield the calls that the ranks of an engine prepare for: one for each number of local
+    experts, width and number of fused shared experts.
 
     Args:
         model: its expert layers.
@@ -273,17 +280,22 @@ def call(
     # If weights have a scale for each channel, an exchange leaves tokens in bfloat16.
     in_fp8 = exchange is not None and not model.per_channel
     x_type = torch.float8_e4m3fn if in_fp8 else torch.bfloat16
+    # Only Transformers holds these scales as exponents.
+    exponents = engine == "transformers" and model.scale_fmt == "ue8m0"
+    scale_type = torch.float8_e8m0fnu if exponents else torch.float32
     weights = tuple(
         part
         for n, k in ((2 * width, model.hidden), (model.hidden, width))
         for part in (
             tensor(torch.float8_e4m3fn, local, n, k),
-            tensor(
-                torch.float32, local, *((n, 1) if model.per_channel else (n // BLOCK, k // BLOCK))
-            ),
+            tensor(scale_type, local, *((n, 1) if model.per_channel else (n // BLOCK, k // BLOCK))),
         )
     )
     options: dict[str, Any] = {"accurate": accurate, **dict(model.activation)}
+    if exponents:
+        options["ue8m0"] = True
+    if engine != "vllm" and "swiglu_alpha" in options:  # these take 1 for it
+        options["swiglu_beta"] = 1.0
     if exchange and exchange.batched:
         options["x_scale"] = tensor(torch.float32, local, 1, model.hidden // BLOCK)
         x = tensor(x_type, local, 1, model.hidden)
@@ -303,7 +315,9 @@ def tensor(dtype: torch.dtype, *size: int) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def kernels(needed: Sequence[Call], architecture: Architecture, num_sms: int) -> list[Geometry]:
+def geometries_of(
+    needed: Sequence[Call], architecture: Architecture, num_sms: int
+) -> list[Geometry]:
     """List the kernels of these calls with any number of tokens.
 
     Raises:
@@ -315,7 +329,7 @@ def kernels(needed: Sequence[Call], architecture: Architecture, num_sms: int) ->
             layer, *_ = call_of(function, *arguments, **options)
         except ValueError as error:
             raise UsageError(f"the layer is not served: {error}") from None
-        listed |= dict.fromkeys(geometries(layer, CHUNK_TOKENS, architecture, num_sms))
+        listed |= dict.fromkeys(list_geometries(layer, CHUNK_TOKENS, architecture, num_sms))
     return [*listed]
 
 
@@ -407,7 +421,7 @@ def bake(args: argparse.Namespace) -> int:
         exchange, args.accurate, args.pad_shard,
     )  # fmt: skip
     architecture, num_sms = GPUS[args.gpu]
-    needed = kernels([*asked], architecture, args.multiprocessors or num_sms)
+    needed = geometries_of([*asked], architecture, args.multiprocessors or num_sms)
     try:
         import cutlass
 

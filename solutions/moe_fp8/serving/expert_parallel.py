@@ -1,7 +1,7 @@
 """The whole layer on several GPUs: each rank has some of the experts and some of the tokens.
 
-A token's parts are added in float32, in the order of the ranks. A reduce-scatter would move as many
-bytes, but add in bfloat16 and in an order of its own.
+Without a DeepEP buffer a token's parts are added in float32, in the order of the ranks. A
+reduce-scatter would move as many bytes, but add in bfloat16 and in an order of its own.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def expert_parallel_moe(
     Rank r has experts `r * L ... r * L + L - 1`. Without a buffer all ranks have equally many
     tokens, and two collective operations move them. With a DeepEP buffer a token goes only to the
     ranks of its experts, ranks may have different numbers of tokens, and the host waits for the
-    number of tokens that this rank receives. A rank may have no tokens.
+    number of tokens that this rank receives. A rank may have no tokens (not tried with DeepEP).
 
     Every rank first checks its arguments. Then the ranks exchange a hash to agree that all
     arguments are right. If the group has a CPU backend ("cpu:gloo,cuda:nccl"), the exchange runs on
@@ -185,13 +185,13 @@ def _agree(mine: dict[str, Any] | str, x: Any, group: dist.ProcessGroup | None) 
     as long with 8 ranks.
     """
     ranks = dist.get_world_size(group)
-    on_gpu = x.device if getattr(x, "is_cuda", False) else "cuda"
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else on_gpu
+    gpu = x.device if getattr(x, "is_cuda", False) else "cuda"
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else gpu
     digest = hashlib.sha256(repr(mine).encode()).digest()[:8]
-    hashed = torch.tensor(ranks * [int.from_bytes(digest, "little", signed=True)], device=device)
-    hashes = torch.empty_like(hashed)
-    dist.all_to_all_single(hashes, hashed, group=group)
-    if isinstance(mine, dict) and torch.equal(hashes, hashed):
+    sent = torch.tensor(ranks * [int.from_bytes(digest, "little", signed=True)], device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    if isinstance(mine, dict) and torch.equal(received, sent):
         return
     results: list[Any] = [None] * ranks
     dist.all_gather_object(results, mine, group=group)

@@ -42,7 +42,7 @@ def experts_forward(
         hidden_states: `[T, H]` bfloat16.
         top_k_index: `[T, K]` int32 or int64. Ids from `num_experts` on, which Transformers gives to
             experts of other ranks, add nothing.
-        top_k_weights: `[T, K]`.
+        top_k_weights: `[T, K]` of any floating-point type.
 
     Returns:
         `[T, H]` bfloat16.
@@ -53,7 +53,7 @@ def experts_forward(
     """
     if reason := why_not(self, hidden_states):
         raise NotImplementedError(f"moe_fp8: {reason}")
-    limit, alpha = self.limit, self.swiglu_alpha
+    alpha = self.swiglu_alpha
     function: Callable[..., torch.Tensor] = experts
     weights = (
         self.gate_up_proj, self.gate_up_proj_scale_inv,
@@ -70,7 +70,7 @@ def experts_forward(
         hidden_states,
         *weights,
         accurate=accurate,
-        swiglu_limit=limit,
+        swiglu_limit=self.limit,
         swiglu_alpha=1.0 if alpha is None else alpha,
         swiglu_beta=0.0 if alpha is None else 1.0,
         ue8m0=self.gate_up_proj_scale_inv.dtype is torch.float8_e8m0fnu,

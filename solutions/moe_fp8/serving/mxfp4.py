@@ -136,14 +136,16 @@ class Matrix:
         self.counts = (magnitude != 0).view(self.blocks).any(-1)
 
     def top(self) -> torch.Tensor:
-        """Return each block's largest exponent `[N/128, K/128]`."""
+        """Return each block's largest exponent `[N/128, K/128]`, at least -120: then the block's
+        scale is a normal float32."""
         least = LEAST_EXPONENT + HIGHEST
         return self.power.masked_fill(~self.counts, least).amax((1, 3)).clamp(min=least)
 
     def span(self) -> torch.Tensor:
         """Return the distance of each block's largest and smallest exponent."""
         largest = self.power.masked_fill(~self.counts, -BIAS).amax((1, 3))
-        return largest - self.power.masked_fill(~self.counts, BIAS).amin((1, 3))
+        least = self.power.masked_fill(~self.counts, BIAS).amin((1, 3))
+        return (largest - least).clamp(min=0)  # a block of zeros has none
 
     def values(self, exponents: torch.Tensor) -> torch.Tensor:
         """Return the values divided by two to the power of each block's exponent."""
@@ -178,7 +180,8 @@ class Rounding:
                 self.span = int(matrix.span()[tuple(blocks[0])])
             self.blocks += [(*place, *block) for block in blocks]
             errors = (stored - values).abs().view(by_block).amax((1, 3))
-            relative = errors / values.abs().view(by_block).amax((1, 3))
+            largest = values.abs().view(by_block).amax((1, 3))
+            relative = errors / largest.clamp(min=torch.finfo(torch.float32).tiny)
             self.error = max(self.error, float(relative[wrong].max()))
 
     def text(self) -> str:
@@ -186,8 +189,8 @@ class Rounding:
         if not self.blocks:
             return ""
         return (
-            f"small values are rounded in {len(self.blocks)} blocks of 128 x 128, because e4m3 "
-            f"holds groups whose exponents span at most {SPAN}; the first is block "
+            f"values are rounded in {len(self.blocks)} blocks of 128 x 128 (e4m3 is exact where "
+            f"the exponents of a block's groups span at most {SPAN}); the first is block "
             f"{self.blocks[0]} of {described(self.packed)}, which spans {self.span}; "
             f"the largest error is {self.error:.1e} of a block's largest value"
         )

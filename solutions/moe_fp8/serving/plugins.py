@@ -18,7 +18,8 @@ ACCURATE = "accurate"
 VLLM, SGLANG = "MOE_FP8_VLLM", "MOE_FP8_SGLANG"
 """The environment variables that switch the plugins on."""
 MXFP4 = "MOE_FP8_MXFP4"
-"""The environment variable that lets vLLM's plugin re-encode MXFP4 experts as FP8."""
+"""The environment variable that allows MXFP4 experts as FP8: vLLM's plugin re-encodes them,
+SGLang's accepts rounded values if it is `lossy`."""
 EXACT, LOSSY = "exact", "lossy"
 
 
@@ -26,7 +27,8 @@ def asked_for(variable: str) -> bool:
     """Return True if an environment variable switches a plugin on.
 
     Raises:
-        ValueError: its value is not `1`, `accurate`, `0` or empty, or that of `MXFP4` is wrong.
+        ValueError: its value is not `1`, `accurate`, `0` or empty, or it switches the plugin on and
+            that of `MXFP4` is wrong.
     """
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1", ACCURATE):
@@ -34,30 +36,27 @@ def asked_for(variable: str) -> bool:
             f"{variable}={value!r}: expected 1, to switch the layer on, {ACCURATE}, to switch it "
             "on with two FP8 terms, or 0"
         )
+    if value not in ("1", ACCURATE):
+        return False
     reencoding()  # raises an error now, not in the first layer
-    return value in ("1", ACCURATE)
+    return True
 
 
 def reencoding() -> str:
-    """Return how MXFP4 experts may be re-encoded: `exact`, `lossy`, or "" for not at all.
+    """Return how MXFP4 experts may be re-encoded: `exact`, `lossy`, or "" (not at all).
 
     Raises:
         ValueError: the variable has another value.
     """
     value = os.environ.get(MXFP4, "")
-    if value not in ("", EXACT, LOSSY):
+    if value in ("", "0"):
+        return ""
+    if value not in (EXACT, LOSSY):
         raise ValueError(
-            f"{MXFP4}={value!r}: expected {EXACT}, to re-encode experts in MXFP4 as FP8 where no "
-            f"value changes, or {LOSSY}, to round the others"
+            f"{MXFP4}={value!r}: expected {EXACT}, to run experts in MXFP4 as FP8 where no value "
+            f"changes, {LOSSY}, to round the others, or 0"
         )
     return value
-
-
-def why_not_reencoded() -> str:
-    """Return why MXFP4 experts are not re-encoded, or "" if the user asks for it."""
-    if reencoding():
-        return ""
-    return f"weights in MXFP4 ({MXFP4}={EXACT} re-encodes them as FP8, with twice the bytes)"
 
 
 def accurate(variable: str) -> bool:

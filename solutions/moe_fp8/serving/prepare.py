@@ -4,9 +4,9 @@
 
     prepare(experts, ids, weights, x, w13, w13_scale, w2, w2_scale, tokens=8192)
 
-A kernel takes seconds to compile, and another number of tokens may need another kernel: five to
-nine kernels serve all numbers. As many processes as there are cores compile the kernels that are
-not on disk.
+A kernel takes seconds to compile, and another number of tokens may need another kernel: six to ten
+kernels serve all numbers. As many processes as there are cores compile the kernels that are not on
+disk.
 """
 
 import bisect
@@ -73,7 +73,9 @@ def prepare(
         The number of compiled kernels.
 
     Raises:
+        TypeError: `function` is another one, or does not take the arguments.
         ValueError: an argument is wrong; the message names it.
+        ImportError: CuTe DSL or tvm-ffi is missing, or its version is not served.
     """
     layer, inputs, out = call_of(function, *arguments, **options)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
@@ -84,7 +86,7 @@ def prepare(
     tokens, gpu = min(tokens, CHUNK_TOKENS), out.get_device()
     if not out.is_cuda or tokens <= layer.prepared.get(gpu, 0):
         return 0
-    kernels = geometries(
+    kernels = list_geometries(
         layer, tokens, architectures.of_device(out.device), architectures.num_sms(out.device)
     )
     with architectures.on_device(out.device):
@@ -92,31 +94,32 @@ def prepare(
         # The first launch of a kernel loads its machine code to the GPU.
         one = without_pairs(inputs)
         one_output = torch.empty_like(one[2], dtype=torch.bfloat16)
-        for shape, *pair, _, _, form in kernels:
-            make_call(1, out.device, shape, layer.terms, pair, form)(one, one_output)
+        for shape, *configs, _, _, form in kernels:
+            make_call(1, out.device, shape, layer.terms, configs, form)(one, one_output)
     layer.prepared[gpu] = tokens
     return compiled
 
 
-def geometries(
+def list_geometries(
     layer: FusedLayer, tokens: int, architecture: architectures.Architecture, num_sms: int
 ) -> list[Geometry]:
     """List the kernels of a layer's calls with 1 to `tokens` tokens on a GPU of this kind."""
-    configs = all_configs(partial(layer.choose_configs, architecture=architecture), tokens)
+    choose = partial(layer.choose_configs, architecture=architecture)
     return [
-        (layer.shape, *pair, num_sms, architecture.target, layer.actual_form) for pair in configs
+        (layer.shape, *configs, num_sms, architecture.target, layer.actual_form)
+        for configs in all_configs(choose, tokens)
     ]
 
 
-def all_configs(chosen: Callable[[int], Any], tokens: int) -> list[Any]:
-    """Return the different results of `chosen` for 1 to `tokens` tokens. Equal results must be
+def all_configs(choose: Callable[[int], Any], tokens: int) -> list[Any]:
+    """Return the different results of `choose` for 1 to `tokens` tokens. Equal results must be
     neighbours: a binary search finds where the next one begins."""
     configs: list[Any] = []
     first = 1
     while first <= tokens:
-        configs.append(chosen(first))
+        configs.append(choose(first))
         rest = range(first, tokens + 1)
-        first += bisect.bisect(rest, False, key=lambda t: chosen(t) != configs[-1])
+        first += bisect.bisect(rest, False, key=lambda t: choose(t) != configs[-1])
     return configs
 
 

@@ -1,10 +1,12 @@
-"""A plugin for SGLang (0.5.19 to 0.5.23): the fused layer runs FP8 experts with 128 x 128 blocks.
+"""A plugin for SGLang (0.5.19 to 0.5.23): the fused layer runs FP8 experts with a scale for each
+block of 128 x 128 or for each channel.
 
 Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_SGLANG` is `1`, or
 `accurate` for the layer with two FP8 terms. The plugin replaces the runner of every FP8
 mixture-of-experts layer that SGLang would run by Triton or DeepGEMM, if ranks exchange no tokens or
 exchange them by DeepEP. Other layers, and all layers of an SGLang that lacks names the plugin
-needs, keep SGLang's runner, and the log says why. Weights are used as loaded.
+needs, keep SGLang's runner, and the log says why. Weights are used as SGLang has
+loaded, or converted, them.
 """
 
 import functools
@@ -73,20 +75,20 @@ NEEDED_NAMES = {
     f"{METHOD}.get_triton_quant_info": "self layer",
 }
 """SGLang's names that the plugin uses to register and in served layers (for `lacking`)."""
-CHANNEL_METHODS = {
+OTHER_METHODS = {
     "sglang.srt.layers.quantization.compressed_tensors.schemes."
     "compressed_tensors_w8a8_fp8_moe:CompressedTensorsW8A8Fp8MoE": "apply_weights",
     "sglang.srt.layers.quantization.w8a8_fp8:W8A8FP8MoEMethod": "apply",
 }
-"""The methods of weights with a scale for each channel, and their functions that run a runner with
-`TritonMoeQuantInfo`. A method that an SGLang lacks keeps its runners."""
+"""Other methods of FP8 weights, by block or by channel, and their functions that run a runner with
+`TritonMoeQuantInfo`. The plugin skips a method that an SGLang lacks."""
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Attach the plugin. SGLang calls this once in each process, before it builds a model."""
     if asked_for(SGLANG) and (why := why_off("sglang", TRIED, attach)):
-        say(logging.WARNING, why)
+        log_once(logging.WARNING, why)
 
 
 def attach() -> list[str]:
@@ -101,7 +103,7 @@ def attach() -> list[str]:
     for hook in (create_moe_runner, process_weights_after_loading, apply):
         target = f"{METHOD.replace(':', '.')}.{hook.__name__}"
         HookRegistry.register(target, hook, HookType.AROUND)
-    for method, runs in CHANNEL_METHODS.items():
+    for method, runs in OTHER_METHODS.items():
         needed = {
             f"{method}.create_moe_runner": "self layer moe_runner_config",
             f"{method}.{runs}": "self layer dispatch_output",
@@ -112,8 +114,8 @@ def attach() -> list[str]:
     return []
 
 
-@functools.cache  # one line per geometry, not per layer
-def say(level: int, text: str) -> None:
+@functools.cache  # each text once
+def log_once(level: int, text: str) -> None:
     logger.log(level, text)
 
 
@@ -201,7 +203,7 @@ def run_prepared(
 
 
 def is_lora_enabled() -> bool:
-    """Return True if SGLang will add LoRA adapters to layers, which it does after their runners."""
+    """Return True if SGLang will add LoRA adapters. It adds them after it has made the runners."""
     from sglang.srt.runtime_context import get_lora
 
     try:
@@ -226,21 +228,22 @@ postponed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def create_moe_runner(
     original: Any, method: Any, layer: Any, moe_runner_config: Any, *more: Any, **named: Any
 ) -> Any:
-    """Wrap `Fp8MoEMethod.create_moe_runner`: choose the runner, or postpone the choice. Hooks name
-    their parameters as SGLang does."""
+    """Wrap `create_moe_runner` of `Fp8MoEMethod` and `OTHER_METHODS`: choose the runner, or
+    postpone the choice. Hooks name their parameters as SGLang does."""
     result = original(method, layer, moe_runner_config, *more, **named)
-    choose(method, layer, moe_runner_config)
+    serve_or_postpone(method, layer, moe_runner_config)
     return result
 
 
 def process_weights_after_loading(
     original: Any, method: Any, layer: Any, *more: Any, **named: Any
 ) -> Any:
-    """Wrap the method of this name. Make a postponed choice after it: it may convert FP4 to FP8."""
+    """Wrap `Fp8MoEMethod.process_weights_after_loading`, which may convert FP4 to FP8. Then make a
+    postponed choice."""
     loaded = packed_weights(layer)
     result = original(method, layer, *more, **named)
     if (config := postponed.pop(method, None)) is not None:
-        choose(method, layer, config, loaded)
+        serve_or_postpone(method, layer, config, loaded)
     return result
 
 
@@ -271,12 +274,13 @@ def why_rounded(
                     f"{rounded}; {MXFP4}={LOSSY} serves it so; without {CONVERT} SGLang reads the "
                     "packed weights"
                 )
-            say(logging.WARNING, f"moe_fp8: {rounded}")
+            log_once(logging.WARNING, f"moe_fp8: {rounded}")
     return ""
 
 
-def choose(method: Any, layer: Any, config: Any, loaded: Any = None) -> None:
-    """Replace a layer's runner if the layer is served, and log the decision.
+def serve_or_postpone(method: Any, layer: Any, config: Any, loaded: Any = None) -> None:
+    """Replace a layer's runner if the layer is served, and log the decision. Postpone it if the
+    weights are not FP8 yet.
 
     Args:
         loaded: `packed_weights` as loaded, if SGLang has processed the layer since.
@@ -293,9 +297,9 @@ def choose(method: Any, layer: Any, config: Any, loaded: Any = None) -> None:
     except Exception as error:  # no fault here may end SGLang's start: it goes to the log
         why = in_words(error)
     if why:
-        say(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
+        log_once(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
     else:
-        say(logging.INFO, f"moe_fp8 serves {layers}")
+        log_once(logging.INFO, f"moe_fp8 serves {layers}")
 
 
 def change_runner(method: Any, layer: Any, config: Any) -> None:
@@ -321,8 +325,8 @@ def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
 
 
 def scale_of(layer: Any, weights: str) -> Any:
-    """Return the scales of a layer's `w13` or `w2`, or None. Scales of blocks are called `inv` in
-    `Fp8MoEMethod`, others are not."""
+    """Return the scales of a layer's `w13` or `w2`, or None. Only `Fp8MoEMethod` appends `_inv`, to
+    the name of block scales."""
     name = f"{weights}_weight_scale"
     return getattr(layer, f"{name}_inv", getattr(layer, name, None))
 
@@ -374,7 +378,7 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return "a scale for each channel of weights, and tokens that DeepEP brings"
     block_shape: Any = getattr(getattr(method, "quant_config", method), "weight_block_size", None)
     if not per_channel and (not method.block_quant or list(block_shape) != BLOCK_SHAPE):
-        return f"weights with a scale for {block_shape}"
+        return f"weights with a scale for {block_shape or 'each tensor'}"
     if layer.w13_weight.dtype is torch.int8:
         return f"weights of torch.int8 ({CONVERT}=1 converts MXFP4 to FP8, with twice the bytes)"
     if layer.w13_weight.dtype is not torch.float8_e4m3fn:
@@ -408,8 +412,8 @@ def why_no_swiglu(config: Any) -> str:
 
 def activation_of(config: Any) -> dict[str, Any]:
     """Return the options of `experts` for a layer's activation. SGLang's Triton runner
-    (moe_runner/triton_utils/fused_moe.py) computes it: with an alpha by
-    `swiglu_no_interleaved_with_alpha_and_limit`, where beta is 1, else by `act_and_mul_triton` with
+    (moe_runner/triton_utils/fused_moe.py) has two: with an alpha
+    `swiglu_no_interleaved_with_alpha_and_limit`, whose beta is 1, else `act_and_mul_triton` with
     `swiglu_limit`."""
     if config.gemm1_alpha is None:
         return {"swiglu_limit": config.swiglu_limit}

@@ -2,11 +2,11 @@
 128 x 128 or for each channel.
 
 Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8_VLLM` is `1`, or
-`accurate` for the layer with two FP8 terms. `VllmExperts` runs every FP8 mixture-of-experts layer
-without a `--moe-backend`; `VllmBatchedExperts` runs it if DeepEP's low-latency mode or NIXL
-exchanges the tokens. Layers that they do not serve, and all layers of a vLLM that lacks names the
-plugin needs, keep vLLM's kernel, and vLLM's log says why. No change of vLLM ends its start. Weights
-in FP8 are used as loaded, weights in MXFP4 re-encoded if `MOE_FP8_MXFP4` allows it.
+`accurate` for the layer with two FP8 terms. Without a `--moe-backend`, `VllmExperts` runs the FP8
+mixture-of-experts layers that the kernels serve. `VllmBatchedExperts` runs them if DeepEP's
+low-latency mode or NIXL exchanges the tokens. Other layers, and all layers of a vLLM that lacks
+names the plugin needs, keep vLLM's kernel, and vLLM's log says why. Weights in FP8 are used as
+loaded, weights in MXFP4 re-encoded if `MOE_FP8_MXFP4` allows it.
 """
 
 import functools
@@ -71,7 +71,8 @@ def register() -> None:
 
 
 def attach() -> list[str]:
-    """Return what vLLM lacks. If it lacks nothing, replace its choice in every importing module."""
+    """Return what vLLM lacks. If it lacks nothing, replace its choice in every importing module,
+    and attach the re-encoding of MXFP4 experts."""
     if lacks := lacking(NEEDED_NAMES):
         return lacks
     from vllm.logger import init_logger
@@ -81,12 +82,12 @@ def attach() -> list[str]:
 
     for kind in (vllm_experts.VllmExperts, vllm_experts.VllmBatchedExperts):
         lacks += overridden_otherwise(kind, vllm_experts.VllmExperts.__base__)
-    theirs = getattr(oracle, SELECT)
-    if not lacks and not isinstance(theirs, Selection):
+    original = getattr(oracle, SELECT)
+    if not lacks and not isinstance(original, Selection):
         backend = oracle.Fp8MoeBackend.TRITON  # leaves the weights as loaded
-        ours = Selection(theirs, init_logger(LOGGER), backend, vllm_experts)
+        ours = Selection(original, init_logger(LOGGER), backend, vllm_experts)
         for module in [*sys.modules.values()]:
-            if getattr(module, "__dict__", {}).get(SELECT) is theirs:  # a module may be None
+            if getattr(module, "__dict__", {}).get(SELECT) is original:  # a module may be None
                 setattr(module, SELECT, ours)
         if lacks_for_mxfp4 := lacking(NEEDED_FOR_MXFP4):
             names = ", ".join(lacks_for_mxfp4)
@@ -101,9 +102,9 @@ def attach() -> list[str]:
 class Selection:
     """A choice of a layer's kernel class: ours if it serves the layer, else vLLM's."""
 
-    def __init__(self, others: Callable[..., Any], logger: Any, backend: Any, classes: Any):
-        functools.update_wrapper(self, others)
-        self.others, self.backend, self.classes = others, backend, classes
+    def __init__(self, original: Callable[..., Any], logger: Any, backend: Any, classes: Any):
+        functools.update_wrapper(self, original)
+        self.original, self.backend, self.classes = original, backend, classes
         self.say = getattr(logger, "info_once", logger.info)
         self.warn = getattr(logger, "warning_once", logger.warning)
 
@@ -111,7 +112,7 @@ class Selection:
         """Return the backend and the class that runs a layer. The parameters are vLLM's."""
         layers, chosen = "a layer", None
         try:
-            call = inspect.signature(self.others).bind(*arguments, **named).arguments
+            call = inspect.signature(self.original).bind(*arguments, **named).arguments
             config = call["config"]
             layers = describe_layers(*self.classes.sizes(config))
             chosen, why = self.classes.choose(config, call["weight_key"], call["activation_key"])
@@ -119,6 +120,6 @@ class Selection:
             why = in_words(error)
         if chosen is None:
             self.warn("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
-            return self.others(*arguments, **named)
+            return self.original(*arguments, **named)
         self.say("moe_fp8 serves %s", layers)
         return self.backend, chosen

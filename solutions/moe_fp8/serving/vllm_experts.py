@@ -21,7 +21,7 @@ from ..api import batched_experts, experts
 from .plugins import VLLM, accurate, why_not_here, why_refused
 from .prepare import prepare
 
-EXCHANGES = (
+SERVED_EXCHANGES = (
     "allgather_reducescatter",
     "deepep_high_throughput",
     "deepep_low_latency",
@@ -127,7 +127,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
             **self.options,
         }
         if not self.is_prepared:
-            # vLLM's first call is the profiling run, with its real tensors, while it loads.
+            # vLLM's first call is its profiling run, after loading, with the final types.
             prepare(experts, *call, **options, tokens=most_tokens(self.layer_config))
             self.is_prepared = True
         experts(*call, **options)
@@ -194,21 +194,25 @@ def choose(
     config: Any, weight_key: Any, activation_key: Any
 ) -> tuple[type[VllmExperts] | None, str]:
     """Return the class that serves a layer and "", or None and the reason."""
-    ours, form = VllmExperts, mk.FusedMoEActivationFormat.Standard
-    if config.moe_parallel_config.use_batched_activation_format:
-        ours, form = VllmBatchedExperts, mk.FusedMoEActivationFormat.BatchedExperts
-    serves, why = ours.is_supported_config(ours, config, weight_key, activation_key, form)
+    batched = config.moe_parallel_config.use_batched_activation_format
+    ours = VllmBatchedExperts if batched else VllmExperts
+    keys = weight_key, activation_key
+    serves, why = ours.is_supported_config(ours, config, *keys, ours.activation_format())
     return (ours, "") if serves else (None, why or "")
 
 
 def why_not(config: Any) -> str:
-    """Return why a layer is not served, apart from what vLLM asks itself, or "" if it is."""
+    """Return why a layer is not served, or "" if it is. vLLM's own checks come before."""
     parallel = config.moe_parallel_config
     exchange = parallel.all2all_backend
     if config.moe_backend != "auto":
         return f"--moe-backend {config.moe_backend} is asked for"
     # With passthrough vLLM's experts exchange the tokens themselves.
-    if exchange == "passthrough" or parallel.use_all2all_kernels and exchange not in EXCHANGES:
+    if (
+        exchange == "passthrough"
+        or parallel.use_all2all_kernels
+        and exchange not in SERVED_EXCHANGES
+    ):
         return f"tokens are exchanged between ranks by {exchange}"
     if config.has_bias:
         return "experts with a bias"

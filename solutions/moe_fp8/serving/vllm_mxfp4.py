@@ -15,12 +15,12 @@ from vllm.model_executor.utils import replace_parameter
 from .mxfp4 import encode
 from .plugins import (
     BLOCK_SHAPE,
+    EXACT,
     LOSSY,
     MXFP4,
     describe_layers,
     in_words,
     reencoding,
-    why_not_reencoded,
 )
 from .vllm_experts import choose, sizes
 
@@ -33,14 +33,14 @@ def attach(say: Any, warn: Any) -> None:
     """Let our kernels run layers of MXFP4 experts, if they are served and the user asks for it."""
     for name in METHODS:
         method = getattr(methods, name)
-        theirs = method.process_weights_after_loading
-        method.process_weights_after_loading = wrap(theirs, say, warn)
+        original = method.process_weights_after_loading
+        method.process_weights_after_loading = wrap(original, say, warn)
 
 
-def wrap(theirs: Any, say: Any, warn: Any) -> Any:
+def wrap(original: Any, say: Any, warn: Any) -> Any:
     """Return a `process_weights_after_loading` that re-encodes a layer, or else calls vLLM's."""
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         layers = "a layer"
         try:
@@ -50,7 +50,7 @@ def wrap(theirs: Any, say: Any, warn: Any) -> Any:
             why = in_words(error)
         if why:
             warn("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
-            theirs(self, layer)
+            original(self, layer)
         else:
             torch.accelerator.empty_cache()  # the packed weights' memory
             say("moe_fp8 serves %s, re-encoded from MXFP4", layers)
@@ -62,8 +62,10 @@ def reencode(method: Any, layer: Any, warn: Any) -> str:
     """Replace a layer's weights and its kernel, or return why not and change nothing."""
     config = method.moe
     experts, why = choose(config, kFp8Static128BlockSym, kFp8Dynamic128Sym)
-    if experts is None or (why := why_not_reencoded()):
+    if experts is None:
         return why
+    if not reencoding():
+        return f"weights in MXFP4 ({MXFP4}={EXACT} re-encodes them as FP8, with twice the bytes)"
     names = [f"{weight}_weight{kind}" for weight in ("w13", "w2") for kind in ("", "_scale")]
     encoded: list[torch.Tensor] = []
     for weight, scale in (names[:2], names[2:]):
