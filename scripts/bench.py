@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     ):  # fmt: skip
         add_shared(arguments)
     add("--against", metavar="NAME", help="add the speed relative to a solution")
-    text = "run the kernels for this in the emulator, where there is no GPU (sm_90a)"
+    text = "without a GPU, or with --cpu, emulate the kernels for this target (sm_90a)"
     add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=text)
     add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU (50)")
     add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")

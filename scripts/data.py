@@ -9,7 +9,7 @@ definitions whose workloads stand for no captured ones.
 
 A spec file (workloads/<op type>/<definition>.spec.json) has for each workload the parameters of its
 routing, and the SHA-256 of its tensors. flashinfer-bench reads the workload file beside it. A
-workload pins the routing tensors. All other inputs are random.
+workload pins the routing tensors and the scalars. All other inputs are random.
 """
 
 from __future__ import annotations
@@ -275,7 +275,8 @@ def count_local(
 
 
 BLOB_METADATA = {"origin": "synthetic", "generator": "scripts/make_workloads.py"}
-"""Marks a file of tensors as ours, so that captured tensors in its place are never overwritten."""
+"""Marks a file of tensors as ours, so that captured tensors in its place are never overwritten. The
+path is of an earlier version: written files have it."""
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -13,8 +13,9 @@
     python3 run.py measure batched                          tokens that lie by expert
     python3 run.py measure tune_layer --definition glm5     other configs of a layer's two GEMMs
 
-The L2 cache is overwritten before every call, compared calls take turns, and medians are reported.
---out appends every figure to a file, a row each, as it comes.
+The L2 cache is overwritten before every timed call (gemm: before eight launches). Graph replays
+that are compared take turns. Figures are medians. --out appends every figure to a file, a row each,
+as it comes.
 """
 
 import argparse
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 REPLAYED = "CUDA graph replays and flashinfer-bench's loop, L2 overwritten, medians"
 TURNS = "CUDA graph replays in turns, L2 overwritten, medians"
-TUNED_TOKENS = (1, 80, 320, 901, 2048, 4096, 14107)
+TUNED_TOKENS = (1, 80, 320, 901, 1280, 2048, 4096, 14107)
 """The heuristic's pairs at these tokens are all that it picks for the default layer."""
 OF_A_RUN = ("times", "bits", "roofline")
 """The measurements that follow a run of bench."""
@@ -78,10 +79,10 @@ def measure_times(args: argparse.Namespace) -> Shown:
     """Accuracy of the outputs and times of the calls.
 
     Cosine, calc_diff and matched ratios at three tolerances against the reference, then the time of
-    a call on the GPU alone and by flashinfer-bench's loop. On the CPU the reference model is
-    checked and nothing is timed. With --run it takes the solutions and workloads of that run of
-    bench whose sources and hardware are unchanged, and adds to it. `bench` does so after every run
-    on a GPU.
+    a call on the GPU alone and by flashinfer-bench's loop. A wrong output is timed, too. On the CPU
+    the reference model is checked and nothing is timed. With --run it takes the solutions and
+    workloads of that run of bench whose sources and hardware are unchanged, and adds to it. `bench`
+    does so after every run on a GPU.
     """
     from scripts.measuring import cases, layers
     from scripts.publishing import tables
@@ -115,6 +116,8 @@ def measure_bits(args: argparse.Namespace) -> Shown:
         run_foreign=args.run_foreign, definition=args.definition,
     )  # fmt: skip
     most = layers.BITS_MAX_TOKENS if on_gpu else cases.CPU_MAX_TOKENS
+    if not plan.pairs:
+        raise UsageError(f"bits: {args.run} has no result of the present sources and hardware")
     tokens, every = cases.tokens, [t.workload for t in plan.workloads]
     fitting = [workload for workload in every if args.workloads or tokens(workload) <= most]
     if not fitting:
@@ -201,36 +204,40 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
     """Times of whole calls over the number of tokens, against the roofline.
 
     By default of fused, fused_hifi, flat and four peers. A wrong output has no time. With --as
-    engines tokens are bfloat16, and experts are chosen and tokens quantised within the call:
-    `moe_fp8.experts` in all its forms, the functions of vLLM, SGLang and FlashInfer if these are
-    installed, and three peers. With --as channels weights have a scale for each channel:
-    `moe_fp8.experts` on them, on the same weights in blocks, and the engines' functions.
+    engines experts are chosen within the call, and tokens are bfloat16 that it quantises, except in
+    calls named fp8: `moe_fp8.experts` and `fused_moe`, the functions of vLLM, SGLang and FlashInfer
+    if these are installed, and three peers. With --as channels weights have a scale for each
+    channel: `moe_fp8.experts` on them, on the same weights in blocks, and the engines' functions.
     dsv3_tp8_shared, which is in no data set, is DeepSeek-V3 TP8 with the shared expert fused, and
     has `moe_fp8.experts` besides its solutions.
     """
     from scripts.measuring import cases, clock, subjects
     from scripts.publishing import tables
 
-    engines, layers = args.form in ("engines", "channels"), args.definition
-    if engines and any(d.routing == RENORMALIZE or d.swiglu_limit is not None for d in layers):
+    as_called, definitions = args.form in ("engines", "channels"), args.definition
+    if as_called and any(
+        d.routing == RENORMALIZE or d.swiglu_limit is not None for d in definitions
+    ):
         raise UsageError(
             f"--as {args.form}: not of a layer that clamps or routes by renormalisation"
         )
     if args.form == "channels" and args.solutions:
         raise UsageError("--solutions: not with --as channels, no solution takes such weights")
     peers = () if args.form == "channels" else subjects.PEERS
-    wanted = args.solutions or ([FUSED, *peers] if engines else subjects.SOLUTIONS)
-    name = f"sweep_{args.form}" if engines else "sweep" if len(layers) == 1 else "models"
+    wanted = args.solutions or ([FUSED, *peers] if as_called else subjects.SOLUTIONS)
+    name = "sweep" if len(definitions) == 1 else "models"
+    if as_called:
+        name = f"sweep_{args.form}"
     rates = clock.measure_rates()
     into = writer(args, name, REPLAYED, rates=rates)
     yield into
-    lengths = args.tokens or (subjects.TOKENS if len(layers) == 1 else MODEL_TOKENS)
+    lengths = args.tokens or (subjects.TOKENS if len(definitions) == 1 else MODEL_TOKENS)
     skipped: set[str] = set()
-    for layer in layers:
+    for layer in definitions:
         chosen = subjects.choose(layer, wanted, args.local, args.run_foreign)
         of_solutions = functools.partial(subjects.of_solutions, layer, chosen)
-        as_called = {"engines": subjects.Engines, "channels": subjects.Channels}
-        calls = as_called[args.form](layer, chosen) if engines else of_solutions
+        forms = {"engines": subjects.Engines, "channels": subjects.Channels}
+        calls = forms[args.form](layer, chosen) if as_called else of_solutions
         problems = cases.problems_of(layer, args.local, "cuda", args.seed)
         text = f"{layer.short} T={{}}".strip().format
         for length in steps(lengths, text, lambda t: 4000 + t):
@@ -248,8 +255,8 @@ def measure_sweep(args: argparse.Namespace) -> Shown:
 def measure_gemm(args: argparse.Namespace) -> Shown:
     """The grouped FP8 GEMM alone against DeepGEMM, sgl_kernel and Triton.
 
-    CUDA graphs of eight launches rotate over copies of the operands (together at least four times
-    the L2 cache). With --layers our kernel has the configs that flat and v3 launch on these
+    CUDA graphs of eight launches rotate over copies of the operands (four times the L2 cache, or
+    one for each launch). With --layers our kernel has the configs that flat and v3 launch on these
     workloads. flat is also timed with the neighbouring configs: "best known" is the fastest of the
     three. Otherwise the config is the heuristic's for known rows, and every expert's rows are
     padded to the same number.
@@ -352,18 +359,21 @@ def parse_arguments() -> argparse.Namespace:
     several: dict[str, Any] = {"nargs": "+", "default": [DEFAULT]}
     to = begin("times", measure_times, *chosen, options.max_tokens, options.cpu)
     options.definition(to, default=None)
-    to = begin("bits", measure_bits, *chosen, options.cpu)
+    largest = functools.partial(options.workloads, default="the largest of up to 1024 tokens")
+    to = begin("bits", measure_bits, options.local, options.solutions, largest, options.cpu)
     options.definition(to, default=None)
     to = begin("roofline", measure_roofline, options.local)
     options.definition(to, default=None)
-    to = begin("kernels", measure_kernels, *chosen)
+    fused = functools.partial(options.solutions, default="fused")
+    to = begin("kernels", measure_kernels, options.local, fused, options.workloads)
     options.definition(to, **several)
     to.add_argument("--eager", action="store_true", help="trace the calls, not replays of a graph")
     text = "one call for ncu or nsys, no figures"
     to.add_argument("--only-call", action="store_true", help=text)
-    to = begin("sweep", measure_sweep, options.local, options.solutions)
+    few = functools.partial(options.solutions, default="fused, fused_hifi, flat and four peers")
+    to = begin("sweep", measure_sweep, options.local, few)
     options.definition(to, type=find_layer, **several)
-    add_tokens(to, "(1 2 4 ... 16384)")
+    add_tokens(to, "(1 2 4 ... 16384; of several layers 1 8 64 512 4096)")
     text = "what is called: the definition's solutions, or what engines call"
     to.add_argument("--as", dest="form", choices=("definition", "engines", "channels"), help=text)
     to = begin("gemm", measure_gemm, options.local)

@@ -301,7 +301,7 @@ def export_solutions(argv: Sequence[str] | None) -> None:
     if args.to == TRACE and (args.mix or not args.solutions):
         arguments.error("--mix: only with --to apply" if args.mix else "name the solutions")
 
-    from scripts.measuring.cases import load, ours
+    from scripts.measuring.cases import is_this_data_set, load
 
     data_set = load(args.local)[0]
     if not (workloads := data_set.workloads[DEFINITION]):
@@ -313,7 +313,7 @@ def export_solutions(argv: Sequence[str] | None) -> None:
         workloads=workloads,
         gpu=args.gpu,
         other_sources=args.other_sources,
-        synthetic=ours(args.local),
+        synthetic=is_this_data_set(args.local),
         every=args.to != APPLY,
     )
     if args.to == APPLY and not args.mix:

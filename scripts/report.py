@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     mode.add_argument("--pages", action="store_true", help="write README.md and docs/results.md")
     text = "clock that orders the ranking (harness)"
     by = add("--by", choices=("harness", "device"), default="harness", help=text)
-    text = "that count as peers, * allowed; all but this project's"
+    text = "solutions that count as peers, * allowed; run.json's, else all without cutedsl_"
     peers = add("--peers", nargs="+", default=[], metavar="NAME", help=text)
     page = arguments.add_argument_group("a page")
     out = page.add_argument("--out", type=Path, metavar="FILE", help="report.html of the directory")

@@ -11,9 +11,9 @@ the engine's own name (`deep_gemm`, `flashinfer_cutlass`, ...).
 
 First every served layer's output on real activations is compared with float32 arithmetic on its
 dequantised weights (calc_diff). Then, after a warm-up, a decode step, a prefill and a mixed load
-are timed: 128 requests of 512 + 64 tokens, or as many as
-the largest batch has. The CUDA graph of a decode step is timed, too ("graph"): the GPU's
-part of the step, which does not change with the host. What is compiled after the start is counted.
+are timed: 128 requests of 512 + 64 tokens, or as many as the largest batch has. The CUDA graph of a
+decode step is timed, too ("graph"): the GPU's part of the step, which does not change with the
+host. What is compiled after the start is counted.
 With trained weights tokens and log-probabilities are compared with those of the first backend; of
 random ones they say nothing. `--text` adds the loss of a text, with its standard error over windows
 of 1024 tokens, its difference from the first backend's on the same windows, and how often both have
@@ -481,7 +481,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME_OR_DIR",
         help=f"a directory of weights, or, for random ones, {', '.join(LAYERS)}",
     )
-    add("--random-weights", action="store_true", help="by the parameters' names, of a sane spread")
+    add(
+        "--random-weights",
+        action="store_true",
+        help="draw the weights; the spread depends on a parameter's name",
+    )
     add("--layers", type=whole(1), metavar="N", help="of random weights (default: as many as fit)")
     add("--compare", default="engine,ours", metavar="BACKENDS", help="(default: engine,ours)")
     add(

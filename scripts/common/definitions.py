@@ -57,7 +57,8 @@ class MoeDefinition:
 
     def packed_name(self, solution: str) -> str:
         """Return the name of a solution packed for this definition, unique in a data set."""
-        return f"{solution}_{self.short}" if self.short else solution
+        end = f"_{self.short}" if self.short else ""
+        return solution if solution.endswith(end) else solution + end
 
     @property
     def large(self) -> bool:
@@ -90,8 +91,8 @@ class MoeDefinition:
         return self.shape if self.short else None
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
-        """True for every layer at the default geometry. Elsewhere a solution must name the routing,
-        and a clamped SwiGLU needs `clamps`."""
+        """True if the solution is packed for this definition. The default takes every solution.
+        Another must be in `routings`; a clamped SwiGLU also needs `clamps`."""
         clamps = self.swiglu_limit is None or solution.get("clamps")
         return bool(clamps) and (not self.short or self.routing in solution.get("routings", ()))
 

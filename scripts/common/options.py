@@ -26,16 +26,16 @@ def definition(to: Parser, **changed: Any) -> None:
     to.add_argument("--definition", **(kind | changed))
 
 
-def solutions(to: Parser) -> None:
-    text = "* allowed; all of ours. The data set's own run where the whole name is given"
+def solutions(to: Parser, default: str = "all of ours") -> None:
+    text = f"* allowed; {default}. The data set's own run where the whole name is given"
     to.add_argument("--solutions", nargs="+", default=[], metavar="NAME", help=text)
     to.add_argument(
         "--run-foreign", action="store_true", help="run all solutions of the data set, too"
     )
 
 
-def workloads(to: Parser) -> None:
-    text = "token counts or beginnings of uuids; all (on the CPU: the small ones)"
+def workloads(to: Parser, default: str = "all (on the CPU: the small ones)") -> None:
+    text = f"token counts or beginnings of uuids; {default}"
     to.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID", help=text)
 
 
@@ -50,7 +50,7 @@ def seed(to: Parser) -> None:
 
 
 def cpu(to: Parser) -> None:
-    text = "the reference model on the CPU though a GPU is there"
+    text = "run without the GPU that is there"
     to.add_argument("--cpu", action="store_true", help=text)
 
 

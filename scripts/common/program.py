@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
 OP_TYPE = "moe"
 OURS = "cutedsl_"
-"""The prefix of our solutions' names, which no other solution has."""
+"""The prefix of solutions on our own kernels. Our baselines lack it."""
 PREFIX = f"{OURS}moe_fp8_"
 """The prefix of our layers' names; left out in narrow columns."""
 FUSED = f"{PREFIX}fused"

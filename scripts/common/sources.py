@@ -3,8 +3,8 @@ of machine code.
 
 A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level. Its packed
 form is the closure of its relative imports and an entry file that loads them, the same bytes on
-every machine. A solution's hash is flashinfer-bench's own, over its packed sources. Every trace and
-row has it.
+every machine. A solution's hash is flashinfer-bench's own, over its packed sources. Every trace has
+it, and so have rows that name a solution's sources.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """The cases that are measured: a data set, its workloads, the plan of a measurement, and inputs.
 
-Only the files of one definition are read. So a file of another definition that this version of
+Only the files of one definition are parsed. So a file of another definition that this version of
 flashinfer-bench cannot parse does no harm, and a large data set opens at once.
 """
 
@@ -62,7 +62,7 @@ CPU_MAX_TOKENS = 16
 # --- the data set -------------------------------------------------------------------------------
 
 
-def ours(root: Path) -> bool:
+def is_this_data_set(root: Path) -> bool:
     """True if the data set is this repository."""
     return root.resolve() == ROOT
 
@@ -148,7 +148,7 @@ def make_missing_workloads(root: Path, traces: Sequence[Trace]) -> None:
     missing = [w.uuid for w in every if any(map(lacks, w.inputs.values()))]
     if not missing:
         return
-    if not ours(root):
+    if not is_this_data_set(root):
         raise UsageError(
             f"{root} lacks the tensors of {len(missing)} workloads, for example {missing[0]}: "
             "is its blob/ directory there (git lfs pull)?"
@@ -179,7 +179,7 @@ def load_tensors(
         text, remedy = _first_line(error), "get it anew (git lfs pull)"
         if any(p.is_file() and p.read_bytes().startswith(program.LFS_POINTER) for p in paths):
             text = "a pointer of git-lfs in the place of the tensors"
-        if ours(root):
+        if is_this_data_set(root):
             remedy = "remove it, then run.py data makes it anew"
         raise UsageError(f"{named}: {', '.join(map(str, paths))}: {text}; {remedy}") from None
 
@@ -334,7 +334,7 @@ def choose(
         raise UsageError("no solution can run here:\n  " + say_skipped(skipped, "\n  "))
     if skipped:
         say(f"left out: {say_skipped(skipped)}")
-    if not ours(local):
+    if not is_this_data_set(local):
         say(f"{local}: the reference of its definition is run, which is code of that data set")
     picked = select_workloads(picked, workloads, max_tokens)
     make_missing_workloads(local, picked)

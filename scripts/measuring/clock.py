@@ -7,6 +7,7 @@ longer.
 """
 
 import functools
+import math
 import os
 import statistics
 import traceback
@@ -65,8 +66,8 @@ def on_own_stream() -> Iterator[None]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    """Return the least value that is not below this share of the values (nearest rank)."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
 
 def summary(samples: Sequence[float], **more: Any) -> dict[str, Any]:

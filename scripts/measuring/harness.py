@@ -1,10 +1,11 @@
 """A run of flashinfer-bench's Benchmark: directory, settings, results stored workload by workload,
 Ctrl-C, progress, and the measurements that follow it on a GPU.
 
-A run's directory holds rows.jsonl, written as results come, and run.json with the settings, which
-are those of all its results. Every trace is stamped with its timing, its tolerance, the run, and
-the hash of the solution's source. Only this stamp decides if a resumed run still has to measure a
-pair. run.json names the sources of what has been measured, never of what is still to be measured.
+A run's directory holds traces.jsonl, written as results come, run.json with the settings, which are
+those of all its results, and rows.jsonl of the measurements that follow. Every trace is stamped
+with its timing, its tolerance, the run, and the hash of the solution's source. Only this stamp
+decides if a resumed run still has to measure a pair. run.json names the sources of what has been
+measured, never of what is still to be measured.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from scripts.common.program import (
 )
 from scripts.common.sources import NEEDS_GPU
 from scripts.measuring import emulate
-from scripts.measuring.cases import Plan, load_tensors, named, ours, tokens
+from scripts.measuring.cases import Plan, is_this_data_set, load_tensors, named, tokens
 from scripts.measuring.clock import HARNESS_CLOCK
 from scripts.publishing import rows
 from scripts.publishing.rows import EMULATED, HASH, INVALID, RUN, TIMING, TOLERANCE, failure_reason
@@ -190,7 +191,7 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
     facts: dict[str, Any] = dict(
         configuration={k: v for k, v in vars(config).items() if k != "log_dir"},
         timing=timing,
-        dataset="." if ours(args.local) else str(args.local.resolve()),
+        dataset="." if is_this_data_set(args.local) else str(args.local.resolve()),
         seed=args.seed,
         emulate=None if on_gpu else args.emulate,
         hardware=plan.hardware,

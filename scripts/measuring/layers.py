@@ -1,7 +1,7 @@
 """Measurements of a whole layer: accuracy and times of calls, bits that repeat, and the roofline.
 
-A solution gets copies of the inputs, so that one that writes to them harms no other. Comparing the
-copies with the originals shows if it did.
+A solution gets its own tokens; the weights are shared. `times` compares all inputs with the
+originals and restores them. `bits` copies and compares them. A sweep does neither.
 """
 
 import contextlib
@@ -125,14 +125,15 @@ def measure_calls(
     roofline: float | None = None,
     limit: float | None = None,
 ) -> None:
-    """Check the calls one after the other, then time the correct ones in turns. Write a row for the
-    accuracy of each call and for its time by each clock, or for its error.
+    """Run each call once and compare its output. Then time those that ran, with `limit` only the
+    correct ones; device times are taken in turns. Write a row for the accuracy of each call and for
+    its time by each clock, or for its error.
 
     Args:
         inputs: of the definition, in its order.
         repeats: timed calls; 0 if nothing is timed.
         roofline: ms; None if not known.
-        limit: largest accepted calc_diff to the reference; None if flashinfer-bench has judged.
+        limit: largest accepted calc_diff to the reference; None accepts every output.
     """
 
     def add(subject: str, **fields: Any) -> None:
@@ -372,7 +373,8 @@ def least_ms(h: Histogram, rates: Rates, repeats: int, layer: MoeDefinition) -> 
     It is the larger of two times: that of a kernel that only reads the weights of the experts that
     have rows, and FLOPs over the FP8 rate. The reading is measured for every case, with a cold L2
     cache (weight_stream), the rate by a dense FP8 matrix product. Tokens, logits and output are
-    left out: they are less than 2 % of the bytes up to T=901. Beyond that the FLOPs decide.
+    left out. Where reading decides, they are under 2 % of the bytes up to T=1024, and up to 10 % at
+    T=8192: there the bound is as much too low.
     """
     read_ms = measure_reading([h], repeats, layer)[h.uuid]
     return max(roofline_ms(h.counts(), rates, read_ms, layer))

@@ -262,7 +262,7 @@ def gemm_study(recorded: Recorded) -> list[Part]:
 
 def gemm_picture(recorded: Recorded) -> Picture:
     what = "The two GEMMs of the layer against the roofline and the peers"
-    note = "Reached rate against what a large read or copy and a dense product reach (dashed)."
+    note = "Dashed: left the rate of a kernel that only reads the weights, right a dense product's."
     return Picture(partial(plots.layers_figure, recorded.rows), what, "gemm_layers.png", note)
 
 

@@ -236,7 +236,7 @@ def rankings(
     """Return one ranking for each machine, timing method and tolerance among the results, and one
     of emulated results, which have no times.
 
-    `peers` are patterns of the names that count as peers. Without them, all solutions but ours do.
+    `peers` are patterns of the names that count as peers; without them the results' `peer` tells.
     `by` is the clock that orders. Raises UsageError: `against`, a pattern or the clock has no
     figures.
     """

@@ -38,6 +38,8 @@ BEGINNINGS = (b'{"id": ', b'{"of": ', b'{"definition":')
 """The first bytes of the lines that are written: of a measurement, a row, a trace."""
 TIMES, BITS, ROOFLINE = "times", "bits", "roofline"
 """The measurements that follow a benchmark run: of its pairs, solutions and workloads."""
+SERVED = ("model", "layers", "gpus", "parallel", "batch_invariant", "dense")
+"""Fields that tell served models apart: `serve` begins a measurement for each."""
 NEEDED = {
     TIMES: ("uuid", "hash"),
     ROOFLINE: ("uuid", "tokens", "hit", "active", "pairs", "rates"),
@@ -162,9 +164,16 @@ class Rows:
         return name in self.measurements
 
     def rows_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of the latest measurement of that name."""
-        wanted = self.measurements.get(name, {}).get("id")
-        return [row for row in self.rows if row["of"] == wanted]
+        """Return the rows of the latest measurement of that name; of served models, the latest of
+        each model."""
+        rows = [row for row in self.rows if self.heads[row["of"]]["name"] == name]
+        latest = {self._served(row): row["of"] for row in rows}
+        return [row for row in rows if row["of"] == latest[self._served(row)]]
+
+    @staticmethod
+    def _served(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what tells served models apart; for other rows always the same."""
+        return tuple(row.get(name) for name in SERVED)
 
     def frame(self, name: str) -> pd.DataFrame:
         """Return the rows of the latest measurement of that name as a frame with every column that
@@ -388,8 +397,8 @@ source, and the limits of the workload."""
 
 
 def _joined(rows: Rows, definition: str) -> Joined:
-    """Return the figures of the rows, by what they belong to. A later row replaces an earlier
-    figure alone: a part of a run may be measured again."""
+    """Return the figures of the rows, by what they belong to. A later row replaces only the figures
+    that it has: a part of a run may be measured again."""
     pairs: dict[Any, dict[str, Any]] = {}
     checks: dict[Any, dict[str, Any]] = {}  # of bits, by hash and GPU
     limits: dict[str, tuple[Any, dict[str, Any]]] = {}  # by GPU: the latest measurement, its rows
@@ -506,7 +515,7 @@ def result_of(
         return None
     uuid, hardware = parsed.workload.uuid, evaluation.environment.hardware
     libs, correctness = evaluation.environment.libs, evaluation.correctness
-    # The run.json of a resumed run has the hashes of the last part only.
+    # The run.json of a resumed run has only each solution's last hash.
     hashes = {} if info.get("earlier") else info.get("solutions", {})
     source_hash = libs.get(HASH) or hashes.get(solution, "")
     pair, checks, limit = figures(uuid, solution, source_hash, hardware)

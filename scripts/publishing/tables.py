@@ -188,7 +188,7 @@ def accuracy_table(ranking: Ranking) -> Table:
     """Return the solutions' accuracy, by name, without any time."""
     s = ranking.summary.sort_values("solution")
     columns = {
-        "solution": s.solution,
+        "solution": s.solution.map(short_name),
         "passed": _passed(s),
         "matched": numbers(s.matched_ratio, ".4f"),
         "cosine": numbers(s.cosine, ".6f"),
@@ -202,6 +202,7 @@ def failures_table(ranking: Ranking) -> Table:
     """Return one row for each failure; empty if everything passed."""
     f = ranking.results.loc[~ranking.results.passed].sort_values(["solution", "tokens", "uuid"])
     f = f.assign(T=f.tokens.astype(str), workload=f.uuid.str[:8])
+    f = f.assign(solution=f.solution.map(short_name))
     return Table(f[["solution", "T", "workload", "status", "reason"]], left=5, title="Failed")
 
 
@@ -333,9 +334,10 @@ def wide(f: pd.DataFrame, case: Case, clock: str | None = "device") -> pd.DataFr
 
 
 DONE_BEFORE = ("experts", "fused_moe fp8", "experts fp8", "experts fp8 up first",
-               "experts fp8 token-major")  # fmt: skip
-"""Subjects timed without the routing or quantisation that every peer does in its call: they have
-times, but are not compared."""
+               "experts fp8 token-major", "experts in blocks",
+               "experts per channel, accurate")  # fmt: skip
+"""Subjects that have times, but are not compared: without the routing or quantisation that every
+peer does in its call, on weights in blocks beside channels, or with two FP8 terms."""
 
 
 def compared(values: pd.DataFrame) -> pd.DataFrame:
@@ -674,7 +676,7 @@ def gains_table(rows: Sequence[Mapping[str, Any]], short: bool = False) -> Table
     """Return a line for each model: ours over the best of the engine's own.
 
     Args:
-        short: only one GPU and the engine's default kernels, and of each model the most layers.
+        short: only models on one GPU that ran the backend `engine`; of each the most layers.
     """
     f = frame_of([row for row in rows if row["part"] in TIMED])
     if short:

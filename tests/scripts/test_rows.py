@@ -68,6 +68,17 @@ def test_rows_are_in_the_file_as_soon_as_they_come(tmp_path: Path) -> None:
     assert rows.read(tmp_path / "absent").measurements == {}
 
 
+def test_each_served_model_counts_by_its_latest_measurement(tmp_path) -> None:
+    """`serve` begins a measurement for each model, also for one that it serves again."""
+    path = tmp_path / rows.FILE
+    for model, value in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
+        Writer("served", "GPU A", "how", path).add(
+            {"model": model, "layers": 4, "gpus": 1}, "ours", value=value, unit="ms"
+        )
+    found = {row["model"]: row["value"] for row in rows.read(path).rows_of("served")}
+    assert found == {"b": 2.0, "a": 3.0}
+
+
 def test_what_is_no_number_is_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
     into = Writer("bits", "GPU A", "how", tmp_path / rows.FILE)
     into.add({}, "x", cosine=NAN, calc_diff=INFINITE, largest=-INFINITE)
