@@ -40,7 +40,7 @@ from scripts.common.program import (
     parser,
     run_main,
     say,
-    say_skipped,
+    skipped_text,
     write_file,
 )
 
@@ -143,7 +143,7 @@ def backing_traces(
     if unbacked and (every or len(unbacked) == len(workloads)):
         raise Refused(
             f"{name} is not exported: on {hardware} {len(unbacked)} of {len(workloads)} "
-            f"workloads are not backed:\n  {say_skipped(unbacked, chr(10) + '  ')}"
+            f"workloads are not backed:\n  {skipped_text(unbacked, chr(10) + '  ')}"
         )
     backed = [chosen[workload.uuid] for workload, why in reasons if not why]
     ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r in backed}

@@ -145,7 +145,10 @@ def os_error(error: OSError) -> str:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        description=doc, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"run.py {Path(sys.argv[0]).stem}",
+        description=doc,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
@@ -232,7 +235,7 @@ def error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def say_skipped(skipped: Mapping[str, str], separator: str = "; ") -> str:
+def skipped_text(skipped: Mapping[str, str], separator: str = "; ") -> str:
     """Return the reasons, each with its solutions."""
     return separator.join(
         f"{', '.join(n for n, w in skipped.items() if w == why)}: {why}"

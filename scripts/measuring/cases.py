@@ -43,7 +43,7 @@ from scripts.common.definitions import (
     size_of,
 )
 from scripts.common.options import matches
-from scripts.common.program import ROOT, UsageError, os_error, say, say_skipped
+from scripts.common.program import ROOT, UsageError, os_error, say, skipped_text
 from scripts.common.sources import (
     is_peer,
     other_versions,
@@ -331,9 +331,9 @@ def choose(
     for remark in other_versions(available, machine):
         say(remark)
     if not available:
-        raise UsageError("no solution can run here:\n  " + say_skipped(skipped, "\n  "))
+        raise UsageError("no solution can run here:\n  " + skipped_text(skipped, "\n  "))
     if skipped:
-        say(f"left out: {say_skipped(skipped)}")
+        say(f"left out: {skipped_text(skipped)}")
     if not is_this_data_set(local):
         say(f"{local}: the reference of its definition is run, which is code of that data set")
     picked = select_workloads(picked, workloads, max_tokens)

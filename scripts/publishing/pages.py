@@ -34,12 +34,12 @@ from scripts.common.program import (
     number,
     percent,
     printable,
-    say_skipped,
     short_name,
+    skipped_text,
 )
 from scripts.common.sources import changed_since, remark
 from scripts.publishing import plots, rankings, tables
-from scripts.publishing.rankings import Ranking, Recorded, headline, notes, read, say_clocks, title
+from scripts.publishing.rankings import Ranking, Recorded, clocks_text, headline, notes, read, title
 from scripts.publishing.rows import BITS, FILE, Clock
 from scripts.publishing.tables import KERNELS, NOISY, SERVED, TRAINED, Table, short_table
 
@@ -122,14 +122,14 @@ def recorded_parts(recorded: Recorded) -> list[Part]:
     """Return the ranking of a recorded run, and a remark if the sources have changed since."""
     main = recorded.main
     changed = remark(main.hashes) or "The sources have not changed since."
-    text = f"Recorded {recorded.day}; not measured in this run. {changed} {say_clocks(main)}"
+    text = f"Recorded {recorded.day}; not measured in this run. {changed} {clocks_text(main)}"
     return [text, short_table(main)]
 
 
 def short_ranking(recorded: Recorded) -> list[Part]:
     main = recorded.main
     text = f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads "
-    text += f"({relative(recorded)}/). {say_clocks(main)}"
+    text += f"({relative(recorded)}/). {clocks_text(main)}"
     if main.by == "harness":
         text += " Ordered by the mean speed-up over the reference."
     if main.compares_peers:
@@ -206,7 +206,7 @@ def measured(recorded: Recorded, name: str, text: str) -> str:
     rows, head = recorded.rows, recorded.rows.measurements[name]
     day, place = head["environment"]["time"][:10], f"{relative(recorded)}/{FILE}"
     left = {r["subject"]: r["not_tried"] for r in rows.rows_of(name) if "not_tried" in r}
-    skipped = f"Not run: {say_skipped(left)}." if left else ""
+    skipped = f"Not run: {skipped_text(left)}." if left else ""
     text = f"{head['hardware']}, {day} ({place}, {name}). {text}"
     return " ".join(filter(None, [text, skipped, changed_since(rows, name)]))
 

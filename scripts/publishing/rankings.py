@@ -21,8 +21,8 @@ from scripts.common.program import (
     RESULTS_DIR,
     TRACES_DIR,
     UsageError,
-    say_skipped,
     short_name,
+    skipped_text,
 )
 from scripts.publishing.rows import (
     ACCURACY,
@@ -358,7 +358,7 @@ def verdict(ranked: Sequence[Ranking]) -> str:
         clauses.append("nothing was timed")
     present = {name for ranking in ranked for name in ranking.summary.solution}
     if absent := {name: why for name, why in skipped.items() if name not in present}:
-        clauses.append(f"not run: {say_skipped(absent)}")
+        clauses.append(f"not run: {skipped_text(absent)}")
     sentence = "; ".join(clauses)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
@@ -391,7 +391,7 @@ def notes(ranking: Ranking) -> str:
         "vs best peer: geometric mean of the fastest peer's time over the solution's.": (
             ranking.compares_peers
         ),
-        f"Of two figures the first is by the harness, the second {say_device(ranking)}": clocks,
+        f"Of two figures the first is by the harness, the second {device_text(ranking)}": clocks,
         "spread: from the 10th to the 90th percentile of the calls over their median.": clocks,
         f"Ordered by the {order}.": clocks,
         f"Columns leave out the beginning {PREFIX} of names.": (
@@ -401,15 +401,15 @@ def notes(ranking: Ranking) -> str:
     return " ".join(line for line, holds in lines.items() if holds)
 
 
-def say_clocks(ranking: Ranking) -> str:
+def clocks_text(ranking: Ranking) -> str:
     """Explain the times by a ranking's clocks."""
     text = f"harness ms: host included; {ranking.timing}."
     if "device" not in ranking.clocks:
         return f"{text} Means over the workloads. The time on the GPU alone is not recorded."
-    return f"{text} device ms: {say_device(ranking)}"
+    return f"{text} device ms: {device_text(ranking)}"
 
 
-def say_device(ranking: Ranking) -> str:
+def device_text(ranking: Ranking) -> str:
     """Explain the device times, and name the solutions that were timed in another way."""
     f = ranking.results[ranking.results.device.notna()]
     by_method = f.solution.map(short_name).groupby(f.method).unique()

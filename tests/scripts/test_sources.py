@@ -32,7 +32,7 @@ from scripts.common.program import (
     PACKAGE_DIR,
     ROOT,
     UsageError,
-    say_skipped,
+    skipped_text,
     write_file,
 )
 from scripts.common.sources import (
@@ -560,7 +560,7 @@ def test_on_the_cpu_only_ours_run_and_on_another_gpu_not_even_these() -> None:
     every = [*PACKED[:2], THEIRS]
     runnable, skipped = split_available(every, CPU, OWN)
     assert runnable == every[:1] and skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
-    assert say_skipped(skipped | {"y": "no"}) == f"baselines/x, x: {NEEDS_GPU}; y: no"
+    assert skipped_text(skipped | {"y": "no"}) == f"baselines/x, x: {NEEDS_GPU}; y: no"
     assert split_available([IMPOSTOR], CPU, OWN) == ([], {"v4_flat": NEEDS_GPU})
     assert split_available(every, H200, OWN) == (every, {})
     _, skipped = split_available(every, Machine((8, 0), INSTALLED.get), OWN)
