@@ -193,7 +193,7 @@ def arrange_emulated(item: pytest.Item) -> None:
     kernel = [str(parameters[name]) for name in OF_A_KERNEL if name in parameters]
     if kernel:
         item.add_marker(pytest.mark.xdist_group("-".join([item.path.stem, *kernel])))
-    of_blackwell = "sm100" in item.path.stem or "sm_100a" in item.name
+    of_blackwell = "sm_100a" in item.name
     mode = parameters.get("mode", "eager")
     # Whole layers take long: by default in the mode that finds most.
     whole = item.path.stem == "test_fused" and "mode" in parameters and mode != "random"

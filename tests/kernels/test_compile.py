@@ -763,7 +763,7 @@ CASES = [
 @pytest.mark.all
 @pytest.mark.parametrize(
     ("definition", "architecture", "rows", "terms"),
-    [*CASES[:1], *more(*CASES[1:])],
+    CASES,
     ids=[f"{d.short}-{a.target}-{rows} rows-{terms} terms" for d, a, rows, terms in CASES],
 )
 def test_other_definitions(definition, architecture, rows, terms, compiled_layer):

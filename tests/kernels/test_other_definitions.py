@@ -102,7 +102,7 @@ def model_of_flat(
 
 @backends("gpu")
 @pytest.mark.parametrize("tokens", [5, 4099])
-def test_routing(tokens, definition, shape, make_inputs):
+def test_routing(tokens, shape, make_inputs):
     """Experts and rows of the pairs are equal; weights differ in the rounding of `exp` at most."""
     inputs = make_inputs(tokens)
     got, wanted = steps.route(inputs, shape), reference.route(inputs, shape)
@@ -159,8 +159,9 @@ def test_peers(module, definition, make_inputs, monkeypatch):
 TEN = MoeShape(num_experts=32, num_local_experts=32, hidden_size=256, intermediate_size=384,
                  n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
 """With three scale blocks in the intermediate, and ten experts a token."""
-MANY = MoeShape(num_experts=128, num_local_experts=70, hidden_size=256, intermediate_size=256,
-                n_group=1, topk_group=1, top_k=10, routing="renormalize")  # fmt: skip
+MANY_EXPERTS = MoeShape(num_experts=128, num_local_experts=70, hidden_size=256,
+                        intermediate_size=256, n_group=1, topk_group=1, top_k=10,
+                        routing="renormalize")  # fmt: skip
 """Three experts a lane, and two scale blocks."""
 CONFIGS = {
     "swapped, gathered": GemmConfig(tile_m=16, swap_ab=True, cluster_n=2, stages=4),
@@ -175,9 +176,9 @@ CONFIGS = {
     [
         (TEN, "swapped, gathered", 3, 1, False),
         (TEN, "permuted", 33, 2, False),
-        (MANY, "swapped, gathered", 3, 1, True),
-        (MANY, "permuted", 33, 2, False),
-        (MANY, "permuted", 33, 1, True),
+        (MANY_EXPERTS, "swapped, gathered", 3, 1, True),
+        (MANY_EXPERTS, "permuted", 33, 2, False),
+        (MANY_EXPERTS, "permuted", 33, 1, True),
     ],
 )
 def test_fused_at_a_reduced_geometry(shape, name, tokens, terms, dynamic, emulator):

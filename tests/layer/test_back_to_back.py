@@ -78,9 +78,9 @@ def two_calls(
     return outputs, set().union(*(report.hazard_kinds() for report in emulator.reports))
 
 
-def alone(layer: str, tokens: int, name: str = NAME) -> torch.Tensor:
+def alone(layer: str, tokens: int) -> torch.Tensor:
     inputs, shape, form = LAYERS[layer](tokens)
-    return fused_output(inputs, shape, CONFIGS[name], form, fill=7.0)
+    return fused_output(inputs, shape, CONFIGS[NAME], form, fill=7.0)
 
 
 USUAL = [(layer, NAME, "early", 9) for layer in LAYERS]

@@ -171,8 +171,8 @@ def test_rows_that_are_no_multiple_of_anything(rows, layer):
 
 
 @of_a_device
-def test_counts_that_are_none(layer):
-    """Beyond the places, and negative: as all and none."""
+def test_counts_are_clamped_to_the_places(layer):
+    """A count above the number of places is taken as all places, a negative one as 0."""
     rows = layer.rows
     call = layer.tokens([rows, 0, rows, 0, 1, 2, 0, 3], True) | layer.weights
     wanted = run(call)
@@ -403,7 +403,7 @@ def test_prepare_has_the_configs_of_every_guess(call):
 
 
 @each_type
-def test_a_call_without_tokens(fp8, layer):
+def test_the_loading_call_has_one_row_and_no_tokens(fp8, layer):
     _, inputs, _ = call_of(batched_experts, **layer.call("a few", fp8))
     one = ahead.without_pairs(inputs)
     assert isinstance(one, BatchedInputs) and not one.num_tokens.any()

@@ -1,6 +1,7 @@
 """The layer as a function and as an operator: compiled, on another device than the current one; and
 the examples that use it."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -41,8 +42,8 @@ def test_allocates_or_writes_a_given_output(tokens, accurate):
     assert tokens == 0 or bool((wanted != 0).any())
 
 
-def test_it_is_the_solutions_layer():
-    """The defaults are those of fused and hifi, at the definition's geometry."""
+def test_the_defaults_are_those_of_fused_and_hifi():
+    """At the definition's geometry."""
     inputs = MoeInputs(
         torch.empty(1, 256), torch.empty(256, dtype=torch.bfloat16),
         torch.empty(1, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 1),
@@ -51,9 +52,13 @@ def test_it_is_the_solutions_layer():
         torch.empty(32, 7168, 2048, dtype=torch.float8_e4m3fn, device="meta"),
         torch.empty(32, 56, 16), 0, 1.0,
     )  # fmt: skip
+    parameters = inspect.signature(fused_moe).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    routing = api.Routing._make(defaults[name] for name in api.Routing._fields)
     for accurate, module in ((False, v5_fused), (True, v6_fused_hifi)):
-        options = api.Options(False, accurate, *PLAIN)
-        layer = api.moe_layer(inputs, api.Routing(8, 4, 8), options)
+        chosen = defaults | {"accurate": accurate}
+        options = api.Options._make(chosen[name] for name in api.Options._fields)
+        layer = api.moe_layer(inputs, routing, options)
         assert layer == replace(module.layer_at(DEEPSEEK_V3), form=Form())
 
 

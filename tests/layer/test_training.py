@@ -152,7 +152,7 @@ def test_a_gradient_is_the_slope(name):
 
 
 @pytest.mark.parametrize("name", [*NAMES, None])
-def test_only_wanted_gradients_are_computed(name):
+def test_only_wanted_gradients_are_computed(name, monkeypatch):
     arguments = call(torch.bfloat16)
     whole = outputs(arguments, torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16))
     if name is None:
@@ -160,8 +160,16 @@ def test_only_wanted_gradients_are_computed(name):
         return
     leaf = arguments[name].requires_grad_()
     others = {f"master_{w}": None for w in ("w13", "w2") if f"master_{w}" != name}
+    grad, asked = torch.autograd.grad, []
+
+    def counted(outputs, leaves, *more):
+        asked.append(len(leaves))
+        return grad(outputs, leaves, *more)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
     differentiable_experts(**arguments | others).sum().backward()
     assert torch.equal(leaf.grad, whole[name]) and leaf.grad.dtype == leaf.dtype
+    assert asked == [1]
 
 
 @backends("cpu", "gpu")

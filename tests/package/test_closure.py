@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 from moe_fp8.cache import ClosureError, import_closure
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:

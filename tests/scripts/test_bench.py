@@ -311,7 +311,7 @@ def test_what_was_ignored_stays_ignored(gpu) -> None:
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_the_second_ctrl_c_ends_the_program_and_its_workers(
-    gpu, number, status: int, monkeypatch, capsys
+    gpu, number, status: int, monkeypatch
 ) -> None:
     class Left(BaseException):
         pass

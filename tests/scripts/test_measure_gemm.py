@@ -78,7 +78,8 @@ def peers(monkeypatch):
 UNEVEN = (5, 0, 130, 1, 0)
 
 
-def operands(rows: tuple[int, ...], n: int = 256, k: int = 384) -> Operands:
+def operands(rows: tuple[int, ...]) -> Operands:
+    n, k = 256, 384
     weights = Weights(len(rows), n, k, CPU, seed=1)
     return Operands(Problem(rows, n, k), weights)
 

@@ -17,7 +17,7 @@ import torch
 from fake_cuda import Kernel
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Workload
-from small_record import ranked, trace, write
+from small_record import RATES, ranked, trace, write
 
 from scripts import measure
 from scripts.common import sources
@@ -606,7 +606,6 @@ def test_what_fails_is_said_and_has_no_checks(bits_program, tmp_path: Path, caps
 
 # --- the roofline -------------------------------------------------------------------------------
 
-RATES = {"copy_bytes_per_s": 3e12, "read_bytes_per_s": 4e12, "fp8_flops_per_s": 1.5e15}
 RECORD = ROOT / "results" / "nvidia-h200" / "2026-11-28"
 
 

@@ -36,7 +36,8 @@ OURS, PEER = "cutedsl_moe_fp8_fused", "triton_moe"
 OTHER = MoeShape(num_experts=48, n_group=1, topk_group=1, top_k=3)
 
 
-def inputs(tokens: int, hidden=256, width=128, local=32, experts=256) -> MoeInputs:
+def inputs(tokens: int, local=32, experts=256) -> MoeInputs:
+    hidden, width = 256, 128
     g = torch.Generator().manual_seed(tokens)
     w13, w13_scale = quantise_blocks(torch.randn(local, 2 * width, hidden, generator=g) / 8)
     w2, w2_scale = quantise_blocks(torch.randn(local, hidden, width, generator=g) / 8)

@@ -231,7 +231,7 @@ def test_nothing_is_to_do_on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 2.0, True, None])
-def test_a_number_of_tokens_that_is_none(tokens):
+def test_a_wrong_number_of_tokens_is_refused(tokens):
     with pytest.raises(ValueError, match=r"^tokens=.*: expected a positive integer"):
         call(tokens=tokens)
 
