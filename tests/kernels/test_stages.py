@@ -19,7 +19,7 @@ from moe_fp8.kernels.compile import Extent, Scalar, Tensor, compiled
 from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.swiglu import compile_swiglu_quant, divide
 from problems import FP8, UNTOUCHED, fp8
-from ptxemu import MODES
+from ptxemu import MODES, parser
 
 pytestmark = backends("cpu", "emulator")
 emulated = backends("emulator")
@@ -508,7 +508,9 @@ def test_a_broken_ring_of_the_combine_is_noticed(name, target, emulator):
         parts = {"load": ptx[:sums], "sum": ptx[sums:]}
         edited = re.sub(pattern, replacement, parts[role])
         assert edited != parts[role], "the edit changed nothing"
-        return "".join((parts | {role: edited}).values())
+        broken = "".join((parts | {role: edited}).values())
+        parser.parse(broken)  # a text that is no PTX would pass for a fault that is noticed
+        return broken
 
     emulator.host.ptx_transform = transform
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from ptxemu import MODES
+from ptxemu import MODES, parser
 from ptxemu.testing import Edit
 
 WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[(%r\d+)\], (%r\d+), \d+;"
@@ -17,6 +17,7 @@ def all_of(*edits: Edit) -> Edit:
         for edit in edits:
             was, ptx = ptx, edit(ptx)
             assert ptx != was, "the edit changed nothing"
+        parser.parse(ptx)  # a text that is no PTX would pass for a fault that is noticed
         return ptx
 
     return edited
