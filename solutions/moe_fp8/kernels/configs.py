@@ -26,8 +26,7 @@ CTA_REGISTERS = 64 * 1024
 PRODUCER_REGISTERS = 24
 """Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
 MAX_CONSUMER_REGISTERS = 240
-"""Registers of a consumer thread, at most. With the usual 232 tiles of 128x192, which are no longer
-offered, were slower (docs/notes/gemm_sm90.md)."""
+"""Registers of a consumer thread, at most. It binds with one warpgroup; more have less left."""
 MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
@@ -59,8 +58,8 @@ class Schedule(enum.Enum):
     STATIC = "static"
     """Round robin: tile i belongs to cluster i, modulo the number of clusters."""
     WHOLE_WAVES = "whole_waves"
-    """Round robin among as many clusters as get equal numbers of tiles. A GEMM that waits for
-    weights reads as fast with fewer clusters, and the next kernel starts on the SMs left over."""
+    """Round robin among the fewest clusters that need no more waves. A GEMM that waits for weights
+    reads as fast with fewer clusters, and the next kernel starts on the SMs left over."""
     DYNAMIC = "dynamic"
     """The next tile that no cluster has asked for (`tiles.TileQueue`)."""
 
@@ -79,11 +78,11 @@ class GemmConfig:
         schedule: which cluster computes which tile.
         terms: FP8 values whose sum is an element of A, 1 or 2. Each of them multiplies the same B.
             With two the GEMM's sums are stored from registers: for the fused layer in float32,
-            since rounding would cost what the second term gains, for the batched one in bfloat16.
+            since rounding would cost what the second term gains, for the batched one and the GEMM
+            alone in bfloat16.
         quantises: FP8 terms that the epilogue makes of up and gate; 0 for a plain store.
-        evict_first: weights leave L2 before other lines. Where L2 is full of lines that are not
-            written back yet, the weights of up to three experts arrive sooner, those of seven
-            later.
+        evict_first: weights leave L2 before other lines. They arrive sooner where few experts are
+            active and L2 is full of lines that are not written back yet (`LayerRules`).
         per_channel: weights have a scale for each row (an output channel), not for each block of
             128x128. The epilogue multiplies by it, the promotion by token scales alone.
 
@@ -102,7 +101,7 @@ class GemmConfig:
     quantises: int = 0
     evict_first: bool = False
     per_channel: bool = False
-    # Hopper or Blackwell alone has a choice of these.
+    # The class of an architecture overrides these, as a field or a constant.
     mma_ctas = 1
     producer_warpgroups = 1
     gathers = False
@@ -325,7 +324,8 @@ class GemmConfigSm90(GemmConfig):
     @property
     def staging_bytes(self) -> int:
         """Shared memory of the epilogue. With `quantises`: the FP8 terms of 64 columns, the maxima
-        of this CTA's warps (with `swap_ab`) and of the other CTA, and mbarriers."""
+        of this CTA's warps (with `swap_ab`) and of the other CTA, and mbarriers: at least the
+        epilogue's `smem_elements`."""
         if not self.quantises:
             return super().staging_bytes
         maxima = 2 + (self.consumer_warps if self.swap_ab else 0)
@@ -430,7 +430,7 @@ class GemmConfigSm100(GemmConfig):
     @property
     def staging_bytes(self) -> int:
         """Shared memory of the epilogue: FP8 terms, maxima and, by pairs, the other CTA's sums;
-        without `quantises` the tile in bfloat16 or a part."""
+        without `quantises` the tile in bfloat16 or a part. At least its `smem_elements`."""
         if self.quantises:
             rows = self.tile_m // 2 if self.by_pairs else self.tile_m
             sums = 2 * 4 * UMMA_M if self.by_pairs else 0  # of the other CTA, two buffers
@@ -459,8 +459,8 @@ class LayerRules(NamedTuple):
     With few rows (`swap_ab`):
     - Both GEMMs have `stages` stages. So deep a pipeline leaves no room for a CTA of GEMM2 until
       one of GEMM1 is done.
-    - GEMM1 gathers its rows. With small tiles it runs in whole waves, so that GEMM2 starts on the
-      SMs left over.
+    - GEMM1 gathers its rows. With small tiles and a dynamic GEMM2 it runs in whole waves, so that
+      GEMM2 starts on the SMs left over.
     With more rows a permute kernel runs before GEMM1, unless so few columns read each row that
     GEMM1 gathers it (`gathered`). In the layer larger tiles pay from fewer rows on than in the GEMM
     alone (`larger`).
@@ -473,9 +473,9 @@ class LayerRules(NamedTuple):
     """
 
     stages: int  # of both GEMMs with few rows
-    one_wave: float  # rows on this rank up to which GEMM1's tiles make one wave
+    one_wave: float  # rows on this rank up to which GEMM1 makes one wave and GEMM2 is static
     whole_waves: int  # largest tile_m of a GEMM1 that runs in whole waves
-    evict_first: float = 0  # bytes of the active experts' weights up to which these leave L2 first
+    evict_first: float = 0  # bytes up to which weights leave L2 first, one expert counted per row
     # (tile_m, rows): tiles of at least `tile_m` rows skip empty slices, up to `rows` an expert.
     slices: tuple[int, float] = (0, 0)
     in_order: int = 0  # K blocks of GEMM2 up to which its schedule is static
@@ -515,9 +515,9 @@ class LayerRules(NamedTuple):
         config1 = config1.with_swiglu(terms, few=local_rows <= self.one_wave)
         return tuple(self._with_loads(c, rows, local_rows * 3 * h * i) for c in (config1, config2))
 
-    def _with_loads(self, config: Any, rows: float, weight_bytes: float) -> Any:
+    def _with_loads(self, config: Any, rows: float, bytes_by_row: float) -> Any:
         """Set `slices` and `evict_first`."""
         least, most = self.slices
         if config.tile_m >= least and rows <= most and not (config.swap_ab or config.gathers):
             config = replace(config, slices=True)
-        return replace(config, evict_first=weight_bytes <= self.evict_first)
+        return replace(config, evict_first=bytes_by_row <= self.evict_first)

@@ -14,10 +14,11 @@ for the next tile. What it stages:
 
     StoreBf16        sums -> bf16, staged -> TMA, or row by row at an expert's end
     StoreRegisters   sums -> global memory, nothing staged
+    StoreByWarp      sums -> bf16, staged by a warp -> 16 bytes a thread (Blackwell)
     SwigluEpilogue   sums -> SwiGLU -> FP8 terms, staged -> 16 bytes a thread
 
-The plain stores and the part of SwiGLU that both architectures share are here; the rest is in
-`epilogue_sm90` and `epilogue_sm100`.
+The plain stores but `StoreByWarp`, and the part of SwiGLU that both architectures share, are here;
+the rest is in `epilogue_sm90` and `epilogue_sm100`.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..call import BLOCK
@@ -63,7 +64,7 @@ def copy_channels(
     tile: Tile,
 ):
     """Start the copy of the scales of a tile's columns; a consumer warp. The main loop hides it."""
-    cute.arch.sync_warp()  # must come before the copy: all lanes have read the last tile's
+    cute.arch.sync_warp()  # must come before the copy: all lanes have read the previous tile's
     for first in cutlass.range_constexpr(0, config.tile_n, WARP * F32_VECTOR):
         column = first + cute.arch.lane_idx() * F32_VECTOR
         if column < config.tile_n:
@@ -118,7 +119,6 @@ class StoreBf16:
     def __init__(self, config: Any, acc_map: Any, n: int):
         self.config, self.acc_map, self.n = config, acc_map, n
         self.smem_elements = config.tile_m * config.tile_n
-        self.ragged_n = n % config.tile_n != 0
 
     def output(self, out: cute.Tensor) -> Output:
         """Make the views of `out` (rows, n) bf16."""
@@ -154,7 +154,7 @@ class StoreBf16:
             barrier_id=NamedBarrierId.STAGING + warpgroup, num_threads=WARPGROUP
         )
         if local == 0:
-            # Wait until TMA has read the last tile's rows; the barrier below tells the others.
+            # Wait until TMA has read the previous tile's rows; the barrier below tells the others.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         to_smem = self.acc_map.staged_copy(tiled_mma, thread)
         # ((values of an stmatrix, 1), 1, stmatrix): the values are (2, 2, 2), of four 8x8 matrices,
@@ -164,7 +164,8 @@ class StoreBf16:
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in cutlass.range(cute.size(acc), unroll_full=True):
             rD[i] = BFloat16(flat_acc[i])
-        # Must come before the copy, or it overwrites what TMA still reads of the last tile.
+        # Must come before the copy, or it overwrites rows of the previous tile that TMA or, in
+        # `_store_by_row`, another thread still reads.
         barrier.arrive_and_wait()
         # On Hopper to ((8, 1), 1, stmatrix): a thread gives the address of 8 bf16 side by side.
         cute.copy(to_smem, rD, to_smem.partition_D(staging.accumulator))
@@ -208,19 +209,15 @@ class StoreBf16:
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
         for block in cutlass.range_constexpr(self.acc_map.staged_blocks):
             column = self.acc_map.first_column(warpgroup, block) + local % 8 * BF16_VECTOR
-            inside = Boolean(True)
-            if cutlass.const_expr(self.ragged_n):
-                inside = tile.n_tile * tile_n + column < self.n
             for r in cutlass.range(local // 8, valid, WARPGROUP // 8, unroll=1):
-                if inside:
-                    # (8,): 16 bytes
-                    source = cute.local_tile(
-                        staging.rows[warpgroup, block, r, None], (BF16_VECTOR,), (local % 8,)
-                    )
-                    # The alignment is not visible to the compiler, which would store two bytes at a
-                    # time.
-                    target = first + Int64(r) * self.n + column
-                    cute.autovec_copy(source, vector(target, BF16_VECTOR))
+                # (8,): 16 bytes
+                source = cute.local_tile(
+                    staging.rows[warpgroup, block, r, None], (BF16_VECTOR,), (local % 8,)
+                )
+                # The alignment is not visible to the compiler, which would store two bytes at a
+                # time.
+                target = first + Int64(r) * self.n + column
+                cute.autovec_copy(source, vector(target, BF16_VECTOR))
 
 
 class StoreRegisters:

@@ -138,7 +138,8 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         for i in cutlass.range_constexpr(16 * self.pieces // WARP):
             p = i * WARP + lane
             self._store_piece(output, staging, tile, first + p // self.pieces, p % self.pieces)
-        # Must come before the count and the next tile's rows: all lanes have stored these.
+        # Must come before the count, or it counts rows that are not stored yet, and before the next
+        # tile is staged, or it overwrites rows that other lanes still read.
         cute.arch.sync_warp()
         if cutlass.const_expr(output.counts is not None):
             if lane == 0:
@@ -171,7 +172,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         if thread == 0:
             expect_at_other(arrived, rows * 4)
         # Must come before `_largest`, which reads the maxima of all warps, and before the writes to
-        # `staging.rows`: all threads have stored the last tile's.
+        # `staging.rows`: all threads have stored the previous tile's.
         barrier.arrive_and_wait()
         if thread < rows:
             send_to_other(theirs.iterator + thread, self._largest(staging, thread), arrived)
@@ -191,7 +192,8 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             for i in cutlass.range_constexpr(tokens):
                 token = self.acc_map.token(i, thread)
                 staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
-        # Must come before the stores, which read what all warps have staged.
+        # Must come before the stores, which read what all warps have staged, and before the next
+        # tile's maxima: all threads have read these.
         barrier.arrive_and_wait()
         for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
             self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)

@@ -30,10 +30,10 @@ share of the B tile for those in its column (cluster_m). Multicast writes a shar
 CTAs that share an MMA (`mma_ctas`, Blackwell) each hold their own rows of A and B; the MMA reads
 those of both.
 
-What the previous kernel wrote is first touched after `wait_for_previous`. With `rows_known` only A
-comes from the previous kernel, so only the warps that load A wait. B of the first stages is loaded
-before that: the consumers cannot store anything before A has arrived. With `Ready` the warps that
-load A wait for the rows of one expert at a time (`sync`).
+What the previous kernel wrote is first touched after `wait_for_previous` or, with `Ready`, by
+expert after `wait_for_rows` (`sync`). With `rows_known` only A comes from the previous kernel, so
+only the warps that load A wait. B of the first stages is loaded early: the consumers cannot store
+anything before A has arrived.
 
 A tile may read rows past its expert's end. They only reach accumulator values that are not stored.
 """
@@ -50,7 +50,7 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from ..call import BLOCK, TMA_ROWS
-from .configs import WARP
+from .configs import WARP, WGMMA_M
 from .dsl import BF16_VECTOR, LayoutEnum, copy_async, load, vector
 from .sync import Ready, wait_for_previous, wait_for_rows
 from .tiles import MAX_EXPERTS, Tile, TileScheduler
@@ -61,7 +61,7 @@ B_WARP = 1
 SCHEDULER_WARP = 2
 SIDE_JOB_WARP = A_WARPS[-1]
 """The warp of a side job: free, because with a side job only one warp loads A."""
-SLICE_ROWS = 64
+SLICE_ROWS = WGMMA_M
 """Rows of a slice: a consumer warpgroup's part of a tile where tokens are the MMA's rows."""
 SWIZZLE_ALIGN = 1024
 """Alignment of a buffer with a 128-byte swizzle, whose pattern repeats every 1024 bytes."""
@@ -81,8 +81,9 @@ class StageCounts(NamedTuple):
     full_arrivals: int
     a_bytes: int  # that TMA brings to a CTA, at most: A and, unless `split_sfa`, SFA
     b_bytes: int
-    # Arrivals on `empty`: every reader of the stage in every CTA that the copies are multicast to,
-    # those in the same row and column of the cluster. CTAs that share an MMA have one reader.
+    # Arrivals on `empty`: every reader of the stage in every CTA of the same row and column of the
+    # cluster, to which copies are multicast. `PipelineTmaAsync` signals them also where nothing is
+    # multicast (`GatheredRows` in clusters of (1, 2)). CTAs that share an MMA have one reader.
     empty_arrivals: int
 
 
@@ -127,7 +128,8 @@ class GemmLoad:
         config: the GEMM's config.
         n, k, experts: of the weights; n and k are multiples of 128.
         gather: rows of A are copies of tokens that lie anywhere.
-        rows_known: `expert_rows` was written before the previous kernel.
+        rows_known: the previous kernel wrote nothing that this one reads but A and A's scales: not
+            `expert_rows`, `counter` or the side job's tensors. Only warps that load A wait.
         side_job: work for warp 3, see `ZeroTokens.run`.
 
     Raises:
@@ -241,7 +243,7 @@ class GemmLoad:
             # Must come before the first copy of A, which the previous kernel writes.
             wait_for_previous()
         while linear < total:
-            tile = tile_sched.tile(linear, cta, multicast=self.config.slices)
+            tile = tile_sched.tile(linear, cta, slices=self.config.slices)
             if cutlass.const_expr(ready is not None):
                 # All rows of the expert; no stored value depends on neighbours' rows in the box.
                 expert_rows = tile_sched.tiles.expert_rows
@@ -271,7 +273,7 @@ class GemmLoad:
         queue_state = tile_sched.queue_state()
         while linear < total:
             tile = tile_sched.tile(linear, cta)
-            # CTAs that share an MMA have the rows of a column tile one part after the other.
+            # CTAs that share an MMA split a column tile's rows: `part` counts in steps of b_rows.
             part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
             # (b_rows, 128, k_blocks); with `quantises` the rows are (interleave, 2, ...)
             gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (part, None, tile.expert))
@@ -551,7 +553,7 @@ class GatheredRows:
     Two warps copy, each four of every eight rows. A lane copies 16 bytes of every eighth row, and
     the scales of every 32nd of its warp's rows. It arrives when its copies are done. The consumers
     must fence for the async proxy, or the MMA may read the stage before cp.async's writes. Nothing
-    is multicast. A row past the expert's end is a copy of its last row.
+    is multicast. A row past `tile.rows` is a copy of the last valid row.
     """
 
     warps = 2
@@ -587,10 +589,11 @@ class GatheredRows:
         # (tile_m / 8, 8): the rows of a lane, eight apart, lie side by side
         layout = cute.make_layout((eights, 8), stride=(1, eights))
         tokens = cute.make_tensor(shared.tokens, layout)
-        cute.arch.sync_warp()  # must come before the writes: all lanes are done with the last tile
+        # Must come before the writes: all lanes are done with the previous tile.
+        cute.arch.sync_warp()
         for i in cutlass.range(cute.arch.lane_idx(), self.config.tile_m // self.warps, WARP):
             row = self._row(a_warp, Int32(i))
-            # Behind the expert's end: its last row again. Without rows: where the tile begins.
+            # Past `tile.rows`: the last valid row again. Without rows: where the tile begins.
             within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
             tokens[row // 8, row % 8] = operand.token_of_row[tile.row + within]
         cute.arch.sync_warp()  # must come before the reads: a lane reads what others wrote

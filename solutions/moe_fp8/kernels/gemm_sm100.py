@@ -76,7 +76,7 @@ from .gemm_load import (
 )
 from .swiglu import Activation
 from .sync import Ready, arrive_group, cluster_barrier
-from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
+from .tiles import Tile, TileQueue, TileScheduler, expert_rows_smem, rows_of_lane
 
 UMMA_K = 32
 MMA_WARP = WARPGROUP_WARPS
@@ -172,6 +172,7 @@ class GemmSm100:
             # (tile_m, 128, stages * terms), (b_rows, 128, stages) e4m3, swizzled
             a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
             b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
+            # the epilogue's staging buffer, see its `staging`
             out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
             # (sfa_rows, 1, sfa_stages) f32: TMA writes to multiples of 128 bytes
             a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
@@ -179,11 +180,10 @@ class GemmSm100:
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
             # (tile_n, consumer warps) f32, if `per_channel`
             channel_scale: align[memory[Float32, c.channels * c.consumer_warps], 16]
-            tokens: align[
-                memory[Int32, load.a_loader.token_slots], 16
-            ]  # (tile_m / 8, 8), if gathered
-            # (2, experts), if it is worth a copy: `near_rows`
-            expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
+            # (tile_m / 8, 8), if gathered
+            tokens: align[memory[Int32, load.a_loader.token_slots], 16]
+            # (2, experts), if it is worth a copy: `expert_rows_smem`
+            expert_rows: memory[Int32, cute.size(expert_rows_smem(c, self.experts))]
             queue_barriers: memory[Int64, 2]  # full and empty of the tile queue
             own: memory[Int64, self.own_words]  # barriers of sfa and acc, tensor memory's address
             queue_slot: Int32
@@ -235,7 +235,7 @@ class GemmSm100:
             layout = cute.make_layout((c.channels, c.consumer_warps))
             channels = storage.channel_scale.get_tensor(layout)
         staging = self.epilogue.staging(storage.out)
-        queue = near = None
+        queue = sExpertRows = None
         if cutlass.const_expr(c.dynamic):
             # The warps that take tiles: of warpgroup 0, the MMA, SFA, the consumers. Of a pair of
             # CTAs that share an MMA, one has no MMA to issue.
@@ -247,13 +247,13 @@ class GemmSm100:
                 c.cluster_size,
             )
         tmem_address = cute.recast_ptr(storage.own.data_ptr() + (self.own_words - 1), dtype=Int32)
-        pair = c.mma_ctas == 2
-        if cutlass.const_expr(pair):
+        two_cta = c.mma_ctas == 2
+        if cutlass.const_expr(two_cta):
             # Must come before the allocation, which both CTAs make together: both must have begun.
             cluster_barrier()
         if warp_idx == MMA_WARP:
-            cute.arch.alloc_tmem(c.tmem_columns, tmem_address, is_two_cta=pair)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
+            cute.arch.alloc_tmem(c.tmem_columns, tmem_address, is_two_cta=two_cta)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=two_cta)
         # Must come after the barriers of `staging` and `queue` are initialised: it synchronises the
         # cluster for all of them, or another CTA may arrive at a barrier that does not exist yet.
         pipes = self._pipelines(storage)
@@ -263,12 +263,14 @@ class GemmSm100:
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
 
-        if cutlass.const_expr(any(near_rows(c, self.experts))):
+        if cutlass.const_expr(any(expert_rows_smem(c, self.experts))):
             # (2, experts)
-            near = storage.expert_rows.get_tensor(cute.make_layout(near_rows(c, self.experts)))
-        # Without `rows_known` it waits for the previous kernel. All threads make one, because the
-        # copy of the experts' rows to `near` takes all of them.
-        tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, near, queue)
+            sExpertRows = storage.expert_rows.get_tensor(
+                cute.make_layout(expert_rows_smem(c, self.experts))
+            )
+        # Without `rows_known` it waits for the previous kernel. All threads make the scheduler:
+        # the copy of the experts' rows to `sExpertRows` takes all of them.
+        tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, sExpertRows, queue)
 
         # The producer warpgroups must give registers away, or the consumers wait for them.
         if warpgroup_idx < c.producer_warpgroups:
@@ -287,12 +289,12 @@ class GemmSm100:
         # Must come before the tensor memory is given back, or consumers read what is not theirs. Of
         # a pair neither CTA may exit while the other one can read its memory or arrive at its
         # barriers.
-        if cutlass.const_expr(pair):
+        if cutlass.const_expr(two_cta):
             cluster_barrier()
         else:
             cute.arch.sync_threads()
         if warp_idx == MMA_WARP:
-            cute.arch.dealloc_tmem(tmem, c.tmem_columns, is_two_cta=pair)
+            cute.arch.dealloc_tmem(tmem, c.tmem_columns, is_two_cta=two_cta)
 
     def _pipelines(self, storage) -> Pipelines:
         """Make the pipelines. All threads of the cluster see their barriers after it."""
@@ -643,9 +645,9 @@ class AccumulatorSm100:
         """Return the first token in the tile of a consumer warpgroup: all have all tokens."""
         return Int32(0)
 
-    def first_column(self, consumer: Int32, part: int) -> Int32:
-        """Return the first column in the tile of a staged part."""
-        return Int32(part * EPILOGUE_N)
+    def first_column(self, consumer: Int32, block: int) -> Int32:
+        """Return the first column in the tile of a staged block."""
+        return Int32(block * EPILOGUE_N)
 
     def staging_layout(self) -> Any:
         """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
@@ -655,7 +657,8 @@ class AccumulatorSm100:
         return cute.tile_to_shape(atom, self.shape, (1, 0))
 
     def staging_blocks(self) -> tuple[int, int]:
-        """Return the distances, in blocks, between warpgroups and between parts."""
+        """Return the distances, in blocks, between a warpgroup's first block and the
+        next one's, and between a warpgroup's blocks."""
         return self.staged_blocks, 1
 
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:

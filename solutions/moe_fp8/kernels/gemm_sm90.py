@@ -14,8 +14,8 @@ the tile queue (`tiles.TileQueue`). A stage has two mbarriers:
 
     full     completes with all bytes that TMA brings and the arrivals of the loading warps: one for
              A (or 64 lanes that gather A by cp.async), one for B
-    empty    completes with one arrival of every consumer warp, here and in the CTAs that share this
-             CTA's copies
+    empty    completes with one arrival of every consumer warp of the CTAs in the same row and
+             column of the cluster
 
 One K block, stage s, in the order of this file:
 
@@ -29,9 +29,10 @@ One K block, stage s, in the order of this file:
 With `per_channel` a row of weights has one scale. The sums are multiplied by it at the end of the
 tile (`scale_channels`), and SFB is 1.
 
-WGMMA sums in about 14 bits, too few for all of K: so each K block has a fresh `accum`. While one
-warpgroup promotes, the others keep the tensor cores busy. With `overlap` a warpgroup promotes a
-K block while its own next one runs. At the end of a tile `acc` goes to the epilogue.
+Each K block has a fresh `accum`: its scales differ, and WGMMA sums in about 14 bits, too few for
+all of K. While one warpgroup promotes, the others keep the tensor cores busy. With `overlap` a
+warpgroup promotes a K block while its own next one runs. At the end of a tile `acc` goes to the
+epilogue.
 
 `GemmConfigSm90` says what can be tuned, `examples/first_gemm.py` is this kernel for one config.
 """
@@ -63,7 +64,7 @@ from .epilogue_sm90 import SwigluEpilogueSm90
 from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale, weights_by_column
 from .swiglu import Activation
 from .sync import Ready, arrive_group
-from .tiles import Tile, TileQueue, TileScheduler, near_rows, rows_of_lane
+from .tiles import Tile, TileQueue, TileScheduler, expert_rows_smem, rows_of_lane
 
 WGMMA_K = 32
 
@@ -85,7 +86,7 @@ class GemmSm90:
         config: tile, cluster, pipeline and schedule.
         n, k, experts: of the weights; n and k are multiples of 128.
         gather, rows_known, side_job: as in `GemmLoad`.
-        activation: with `config.quantises` alone, what the epilogue makes of up and gate.
+        activation: what the epilogue computes of up and gate; only with `config.quantises`.
 
     Raises:
         ValueError: a size is not supported.
@@ -160,6 +161,7 @@ class GemmSm90:
             # (tile_m, 128, stages * terms), (b_rows, 128, stages) e4m3, swizzled
             a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
             b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
+            # the epilogue's staging buffer, see its `staging`
             out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
             # (sfa_rows, 1, stages) f32: TMA writes to multiples of 128 bytes
             a_scale: align[memory[Float32, cute.cosize(load.sfa_smem)], 128]
@@ -167,11 +169,10 @@ class GemmSm90:
             b_scale: memory[Float32, self.k_blocks * self.halves * c.consumer_warps]
             # (tile_n, consumer warps) f32, if `per_channel`
             channel_scale: align[memory[Float32, c.channels * c.consumer_warps], 16]
-            tokens: align[
-                memory[Int32, load.a_loader.token_slots], 16
-            ]  # (tile_m / 8, 8), if gathered
-            # (2, experts), if it is worth a copy: `near_rows`
-            expert_rows: memory[Int32, cute.size(near_rows(c, self.experts))]
+            # (tile_m / 8, 8), if gathered
+            tokens: align[memory[Int32, load.a_loader.token_slots], 16]
+            # (2, experts), if it is worth a copy: `expert_rows_smem`
+            expert_rows: memory[Int32, cute.size(expert_rows_smem(c, self.experts))]
             queue_barriers: memory[Int64, 2]  # full and empty of the tile queue
             queue_slot: Int32
 
@@ -222,11 +223,10 @@ class GemmSm90:
             layout = cute.make_layout((c.channels, c.consumer_warps))
             channels = storage.channel_scale.get_tensor(layout)
         staging = self.epilogue.staging(storage.out)
-        queue = near = None
+        queue = sExpertRows = None
         if cutlass.const_expr(c.dynamic):
-            readers = (
-                self.load.a_loader.warps + 1 + c.consumer_warps
-            )  # warps of a CTA that take tiles
+            # Warps of a CTA that take tiles.
+            readers = self.load.a_loader.warps + 1 + c.consumer_warps
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -244,12 +244,14 @@ class GemmSm90:
             tx_count=self.load.counts.a_bytes + self.load.counts.b_bytes,
             cta_layout_vmnk=cute.make_layout((1, c.cluster_m, c.cluster_n, 1)),
         )
-        if cutlass.const_expr(any(near_rows(c, self.experts))):
+        if cutlass.const_expr(any(expert_rows_smem(c, self.experts))):
             # (2, experts)
-            near = storage.expert_rows.get_tensor(cute.make_layout(near_rows(c, self.experts)))
-        # Without `rows_known` it waits for the previous kernel. All threads make one, because the
-        # copy of the experts' rows to `near` takes all of them.
-        tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, near, queue)
+            sExpertRows = storage.expert_rows.get_tensor(
+                cute.make_layout(expert_rows_smem(c, self.experts))
+            )
+        # Without `rows_known` it waits for the previous kernel. All threads make the scheduler:
+        # the copy of the experts' rows to `sExpertRows` takes all of them.
+        tile_sched = TileScheduler.create(c, self.n, expert_rows, lane_rows, sExpertRows, queue)
 
         # The loading warpgroup must give its registers away, or the consumers wait for them.
         if warpgroup_idx == 0:
@@ -358,7 +360,9 @@ class GemmSm90:
                 # Must come before the WGMMA, or nothing hides the latency of these loads.
                 self._load_scales(scales, operands, thread, first + i, stage.index)
                 self._issue_wgmma(accum, operands, stage.index)
-                # Must come before the release, or TMA overwrites what WGMMA still reads.
+                # Must come before the release, or TMA overwrites what WGMMA still reads. No fence
+                # orders the loads of SFA before the release, which overwrites them too: ptxas
+                # waits for them (tests/kernels/test_compile.py looks at the machine code).
                 warpgroup.wait_group(0)
                 ab_pipeline.consumer_release(stage)
                 # Ask for the next stage now: the answer comes during the promotion.
@@ -488,13 +492,14 @@ class GemmSm90:
     @cute.jit
     def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
         """Write a tile's weight scales to shared memory, where all lanes of the warp find them."""
-        cute.arch.sync_warp()  # must come before the writes: all lanes have read the last tile's
+        # Must come before the writes: all lanes have read the previous tile's.
+        cute.arch.sync_warp()
         for half in cutlass.range_constexpr(self.halves):
             for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
                 kb = i * WARP + cute.arch.lane_idx()
                 if kb < self.k_blocks:
                     sSFB_warp[kb, half] = next_sfb[i, half]
-        cute.arch.sync_warp()  # must come before the reads, or a lane reads the last tile's
+        cute.arch.sync_warp()  # must come before the reads, or a lane reads the previous tile's
 
 
 class AccumulatorSm90:
@@ -566,9 +571,9 @@ class AccumulatorSm90:
         """Return the first token in the tile of a consumer warpgroup."""
         return Int32(0) if self.swap_ab else consumer * WGMMA_M
 
-    def first_column(self, consumer: Int32, part: int) -> Int32:
-        """Return the first column in the tile of a warpgroup's staged part."""
-        return consumer * WGMMA_M if self.swap_ab else Int32(part * EPILOGUE_N)
+    def first_column(self, consumer: Int32, block: int) -> Int32:
+        """Return the first column in the tile of a warpgroup's staged block."""
+        return consumer * WGMMA_M if self.swap_ab else Int32(block * EPILOGUE_N)
 
     def staging_layout(self) -> Any:
         """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
@@ -579,7 +584,8 @@ class AccumulatorSm90:
         return cute.tile_to_shape(atom, self.shape, order)
 
     def staging_blocks(self) -> tuple[int, int]:
-        """Return the distances, in blocks, between warpgroups and between parts."""
+        """Return the distances, in blocks, between a warpgroup's first block and the
+        next one's, and between a warpgroup's blocks."""
         return 1, self.config.consumer_warpgroups
 
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:

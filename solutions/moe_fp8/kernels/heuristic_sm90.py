@@ -18,13 +18,14 @@ FEW_ROWS = (
     (20, GemmConfigSm90(tile_m=32, swap_ab=True, stages=6)),
 )
 # With many rows CTAs side by side share the tokens of their tiles, however many rows an expert has.
-# Tiles of 64 rows end where a rank with more than its share has experts of more than 64 rows.
+# Above 36 rows on average, a rank with more than its share has experts of more than 64 rows,
+# whose weights tiles of 64 rows would read twice.
 UNEVEN = (
     (36, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True)),
     (96, GemmConfigSm90(cluster_n=2)),
 )
 # For experts with equally many rows. With 65 to 128 rows each has exactly two row tiles, whose
-# CTAs, one below the other, share its weights. With more, the tile that leaves fewest rows empty.
+# CTAs, one below the other, share its weights. With 129 to 192 rows one tile holds them all.
 EVEN = (
     (64, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True)),
     (128, GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True)),
@@ -78,9 +79,9 @@ def choose(
     return _of_even_rows(config, rows, n, k, experts) if even else config
 
 
-# Tiles of 32 rows would spill in whole waves. An expert of DeepSeek-V3 has the tiles of 16
-# clusters, and 66 clusters run at once, so 4 rows make one wave. evict_first pays while the active
-# experts have less than about six times L2's 50 MB.
+# GEMM1 has swapped tiles of 8 or 16 rows only (`larger`), so whole_waves=16 admits them all. An
+# expert of DeepSeek-V3 has the tiles of 16 clusters, and 66 clusters run at once: 4 rows make one
+# wave. evict_first pays while the active experts have less than about six times L2's 50 MB.
 LAYER = LayerRules(
     stages=8, one_wave=4, whole_waves=16, evict_first=300e6, in_order=2,
     slices=(128, 400),  # tile_m, rows an expert

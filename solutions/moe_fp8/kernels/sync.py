@@ -83,7 +83,7 @@ def wait_for_rows(counts: cute.Tensor, expert: Int32, elements: Int32):
     while stored < elements:
         stored = cute.arch.load(count, Int32, sem="acquire", scope="gpu")
     cute.arch.fence_proxy("async")
-    cute.arch.sync_warp()
+    cute.arch.sync_warp()  # must come before the load: one lane issues it
 
 
 # --- the two CTAs of a cluster ------------------------------------------------------------------

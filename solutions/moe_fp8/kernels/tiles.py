@@ -27,7 +27,9 @@ class Tile(NamedTuple):
     expert: Int32
     n_tile: Int32
     row: Int32
-    rows: Int32  # up to the expert's end, also past the tile; not positive: the tile has none
+    # Valid rows from `row` on: to the expert's end, even past the tile, where `step` is a whole
+    # tile; else to the next row tile. Not positive: the tile has none.
+    rows: Int32
 
 
 def max_ctas(
@@ -35,8 +37,9 @@ def max_ctas(
 ) -> Any:
     """Return the CTAs of a grouped GEMM over at most `rows` rows, an int or an Int32.
 
-    At most one cluster a tile, where every expert may end with a part of a tile, and at most one
-    CTA a multiprocessor: pairs of CTAs always fit. `minimum`: `min` for the type of `rows`.
+    At most one cluster a tile, counting a partial tile for every expert, and at most one CTA a
+    multiprocessor. Clusters of two always fit, because SMs come in pairs (TPCs). `minimum`: `min`
+    for the type of `rows`.
     """
     m_tiles = rows // (config.tile_m * config.cluster_m) + experts
     n_tiles = -(-n // (config.tile_n * config.cluster_n))
@@ -44,7 +47,7 @@ def max_ctas(
     return clusters * config.cluster_size
 
 
-def near_rows(config: Any, experts: int) -> tuple[int, int]:
+def expert_rows_smem(config: Any, experts: int) -> tuple[int, int]:
     """Return the shape of `expert_rows` in shared memory, (0, 0) if it is not kept there.
 
     Where a lane answers for several experts, each lookup of a tile reads their rows. L2 takes
@@ -83,7 +86,7 @@ class TileScheduler:
         n: int,
         expert_rows: cute.Tensor,  # (2, experts) i32 in global memory
         lane_rows: tuple[Int32, Int32] | None,  # from `rows_of_lane`, if it could be called early
-        near: cute.Tensor | None,  # (2, experts) i32 in shared memory
+        sExpertRows: cute.Tensor | None,  # (2, experts) i32
         queue: "TileQueue | None",
     ) -> "TileScheduler":
         """Make the scheduler; all threads of a CTA. Without `lane_rows` it waits for the previous
@@ -91,9 +94,9 @@ class TileScheduler:
         if lane_rows is None:
             wait_for_previous()
             lane_rows = rows_of_lane(expert_rows)
-        if near is not None:
-            _copy_rows(expert_rows, near, config.threads)
-            expert_rows = near
+        if sExpertRows is not None:
+            _copy_rows(expert_rows, sExpertRows, config.threads)
+            expert_rows = sExpertRows
         rows, columns = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
         n_tiles = (n + columns - 1) // columns
         tiles = ExpertTiles(lane_rows, expert_rows, rows, n_tiles, config.row_step)
@@ -137,11 +140,11 @@ class TileScheduler:
             return self.queue.take(queue_state)
         return linear + stride, queue_state
 
-    def tile(self, linear: Int32, cta: tuple[Int32, Int32], multicast: bool = False) -> Tile:
+    def tile(self, linear: Int32, cta: tuple[Int32, Int32], slices: bool = False) -> Tile:
         """Return this CTA's part of a cluster's tile. Its `rows` is not positive where it has none.
 
-        With `multicast` a CTA outside the columns has rows, too: it loads its share of A for the
-        other CTAs of its row in the cluster.
+        With `slices` a CTA outside the columns has rows, too: it loads its share of A's slices for
+        the other CTAs of its row in the cluster. `ContiguousRows` does not read `rows`.
         """
         c = self.config
         tile = self.tiles.locate(linear)
@@ -149,17 +152,17 @@ class TileScheduler:
         n_tile = tile.n_tile * c.cluster_n + cta[1]
         rows = tile.rows - m_row
         # The last tile along the columns may lie partly, its cluster's last CTA wholly, outside.
-        if self.n % (c.tile_n * c.cluster_n) != 0 and not multicast:
+        if self.n % (c.tile_n * c.cluster_n) != 0 and not slices:
             rows = cutlass.select_(n_tile * c.tile_n < self.n, rows, Int32(0))
         return Tile(tile.expert, n_tile, tile.row + m_row, rows)
 
 
 @cute.jit
-def _copy_rows(expert_rows: cute.Tensor, near: cute.Tensor, threads: int):
+def _copy_rows(expert_rows: cute.Tensor, sExpertRows: cute.Tensor, threads: int):
     """Copy `expert_rows` to shared memory; all threads of a CTA."""
     thread, _, _ = cute.arch.thread_idx()
-    for e in cutlass.range(thread, cute.size(near, mode=[1]), threads, unroll=1):
-        near[0, e], near[1, e] = expert_rows[0, e], expert_rows[1, e]
+    for e in cutlass.range(thread, cute.size(sExpertRows, mode=[1]), threads, unroll=1):
+        sExpertRows[0, e], sExpertRows[1, e] = expert_rows[0, e], expert_rows[1, e]
     cute.arch.sync_threads()
 
 
@@ -214,8 +217,8 @@ class ExpertTiles:
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(self.lane.end, WARP - 1))
 
     def locate(self, linear: Int32) -> Tile:
-        """Return the tile at position `linear`, below `total()`; one without rows if there is
-        none."""
+        """Return the tile at position `linear`, below `total()`. If `total()` is 0, position -1
+        gives a tile without rows."""
         lane, first = self.lane, Int32(0)
         if self.experts > WARP:
             lane, first = self._experts_of_a_lane(linear)
@@ -391,7 +394,7 @@ class TileQueue:
         """Return (the cluster's next tile or a number past the last, the queue's next state)."""
         self.pipe.consumer_wait(state)
         linear = cute.make_tensor(self.slot, cute.make_layout(1))[0]
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # must come before the release: one lane frees what all have read
         # The arrival must depend on the load (`linear >= 0`, which always holds), or it may come
         # before the load, and the next number overwrites this one.
         if cute.arch.lane_idx() == 0 and linear >= 0:
