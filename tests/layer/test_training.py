@@ -361,11 +361,11 @@ def test_log_probabilities_of_the_trainer_are_the_servers(backend, monkeypatch):
     sizes = set()
     if backend.name == "emulator":  # kernels that other tests compile
 
-        def chosen(self, tokens, device):
+        def choose_configs(self, tokens, device):
             sizes.add(tokens)
             return configs_of("sm_90a", "8 swapped, early" if tokens <= 9 else "192 on demand")
 
-        monkeypatch.setattr(FusedLayer, "chosen", chosen)
+        monkeypatch.setattr(FusedLayer, "choose_configs", choose_configs)
     policy = Policy(backend.device)
     weights = None
     for _ in range(2):
