@@ -190,7 +190,7 @@ def make_call(
     """Return the whole layer for `tokens` tokens, at least one. With a batched form `tokens` is the
     number of rows R of every expert. On the CPU the layer is the reference model.
 
-    Without `configs` the architecture's are taken, which a batched form does not allow
+    Without `configs` the architecture's are taken; a batched form needs its own
     (`BatchedLayer.choose_configs`). Without a form the definition's is taken.
     """
     form = form or Form.usual(shape)
