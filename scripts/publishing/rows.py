@@ -38,8 +38,9 @@ BEGINNINGS = (b'{"id": ', b'{"of": ', b'{"definition":')
 """The first bytes of the lines that are written: of a measurement, a row, a trace."""
 TIMES, BITS, ROOFLINE = "times", "bits", "roofline"
 """The measurements that follow a benchmark run: of its pairs, solutions and workloads."""
-SERVED = ("model", "layers", "gpus", "parallel", "batch_invariant", "dense")
-"""Fields that tell served models apart: `serve` begins a measurement for each."""
+OF_A_MODEL = ("model", "layers", "gpus", "parallel", "batch_invariant", "dense")
+"""Fields that tell served models apart: `serve` begins a measurement for each. Other rows lack
+them."""
 NEEDED = {
     TIMES: ("uuid", "hash"),
     ROOFLINE: ("uuid", "tokens", "hit", "active", "pairs", "rates"),
@@ -167,13 +168,11 @@ class Rows:
         """Return the rows of the latest measurement of that name; of served models, the latest of
         each model."""
         rows = [row for row in self.rows if self.heads[row["of"]]["name"] == name]
-        latest = {self._served(row): row["of"] for row in rows}
-        return [row for row in rows if row["of"] == latest[self._served(row)]]
-
-    @staticmethod
-    def _served(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what tells served models apart; for other rows always the same."""
-        return tuple(row.get(name) for name in SERVED)
+        models = [tuple(map(row.get, OF_A_MODEL)) for row in rows]
+        # Two processes may write at once: the measurement that began last counts.
+        pairs = dict.fromkeys((m, row["of"]) for m, row in zip(models, rows, strict=True))
+        latest = dict(pairs.keys())
+        return [row for row, model in zip(rows, models, strict=True) if row["of"] == latest[model]]
 
     def frame(self, name: str) -> pd.DataFrame:
         """Return the rows of the latest measurement of that name as a frame with every column that

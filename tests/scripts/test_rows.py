@@ -79,6 +79,16 @@ def test_each_served_model_counts_by_its_latest_measurement(tmp_path) -> None:
     assert found == {"b": 2.0, "a": 3.0}
 
 
+def test_of_two_measurements_at_once_the_one_that_began_last_counts(tmp_path) -> None:
+    path = tmp_path / rows.FILE
+    first, second = Writer("sweep", "GPU A", "how", path), Writer("sweep", "GPU A", "how", path)
+    for into, value in ((first, 1.0), (second, 2.0), (first, 3.0)):
+        into.add({"tokens": 7}, "x", value=value, unit="ms")
+    read = rows.read(path)
+    (row,) = read.rows_of("sweep")
+    assert row["value"] == 2.0 and row["of"] == read.measurements["sweep"]["id"]
+
+
 def test_what_is_no_number_is_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
     into = Writer("bits", "GPU A", "how", tmp_path / rows.FILE)
     into.add({}, "x", cosine=NAN, calc_diff=INFINITE, largest=-INFINITE)
