@@ -162,8 +162,6 @@ def main() -> None:
     args = arguments.parse_args()
     gpus = torch.cuda.device_count()
     args.cpu = args.cpu or gpus == 0
-    if args.cpu and args.deep_ep:
-        arguments.error("--deep-ep: expected GPUs")
     ranks = args.ranks or (2 if args.cpu else gpus)
     experts = (REDUCED if args.cpu else DEEPSEEK_V3)[0]
     if not args.cpu and ranks > gpus:

@@ -133,9 +133,7 @@ def kernel(tma_a, tma_sfa, tma_b, mSFB, tma_d, mD, expert_rows):
         barrier_storage=storage.barriers.data_ptr(),
         num_stages=STAGES,
         producer_group=CooperativeGroup(Agent.Thread, 2),  # arrivals on full: one a loading warp
-        consumer_group=CooperativeGroup(
-            Agent.Thread, 8
-        ),  # on empty: lane 0 of each multiplying warp
+        consumer_group=CooperativeGroup(Agent.Thread, 8),  # on empty: lane 0 of a multiplying warp
         tx_count=A_BYTES + SFA_BYTES + B_BYTES,  # unused: each loading warp expects its own bytes
     )
     # Wait for the predecessor, which may still write what this kernel reads. Then let the successor

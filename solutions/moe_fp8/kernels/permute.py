@@ -214,8 +214,7 @@ class PlaceTokens:
     @cute.jit
     def launch(
         self,
-        to_quantise: QuantisedTokens
-        | None,  # (experts * R, hidden); q and scale have rows as below
+        to_quantise: QuantisedTokens | None,  # (experts * R, hidden); q and scale as below
         x_scale: cute.Tensor | None,  # (experts, R, hidden / 128) f32, any strides; None with bf16
         num_tokens: cute.Tensor,  # (experts,) i32
         capacity: Int32,  # R
