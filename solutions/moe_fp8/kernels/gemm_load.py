@@ -149,12 +149,13 @@ class GemmLoad:
         self.rows_known, self.side_job = rows_known, side_job
         loader = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
         self.a_loader: Any = loader(config)
+        self.b_loader: Any = TmaWeights(config)
         if side_job and self.a_loader.warps == len(A_WARPS):
             raise ValueError(f"{loader.__name__} leaves no warp for {side_job}")
         self.counts = StageCounts(
-            full_arrivals=(self.a_loader.arrivals + 1) * config.mma_ctas,
+            full_arrivals=(self.a_loader.arrivals + self.b_loader.arrivals) * config.mma_ctas,
             a_bytes=self.a_loader.bytes,
-            b_bytes=config.b_rows * BLOCK,
+            b_bytes=self.b_loader.bytes,
             empty_arrivals=config.stage_readers * (config.b_shares + config.cluster_n - 1),
         )
 
@@ -166,23 +167,15 @@ class GemmLoad:
         self.a_smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
         self.sfa_smem = sfa_layout(c)  # (sfa_rows, 1, sfa_stages)
         # ((8, b_rows / 8), (128, 1), (1, stages))
-        self.b_smem = hopper.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (c.tile_m, c.b_rows, BLOCK), Float8E4M3FN, c.num_stages
-        )
+        self.b_smem = weights_layout(c)
         # The barriers must wait for exactly the bytes that the copies bring.
         b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
         assert self.counts.b_bytes == b_bytes
 
-    def b_operand(self, b: cute.Tensor) -> TmaTensor:
-        """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""
-        c = self.config
-        weights = weights_by_column(b, c)  # (n, k, experts)
-        return tma_tensor(weights, self.b_smem, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
-
     def prefetch(self, args: GemmArguments) -> None:
         """Fetch the TMA descriptors ahead of the first copy; one warp."""
         self.a_loader.prefetch(args.a)
-        cpasync.prefetch_descriptor(args.b.atom)
+        self.b_loader.prefetch(args.b)
 
     def shared(self, storage) -> SharedOperands:
         """Return the views of the operands' shared memory."""
@@ -205,7 +198,9 @@ class GemmLoad:
                     ab_pipeline, self.config.num_stages, tile_sched, args, begin_tile, copy
                 )
         if warp_idx == B_WARP:
-            self._load_b(ab_pipeline, tile_sched, args.b, shared.sB)
+            begin_tile = partial(self.b_loader.begin_tile, args.b, shared)
+            copy = partial(self.b_loader.copy, args.b, ab_pipeline=ab_pipeline)
+            self.load_weights(ab_pipeline, tile_sched, begin_tile, copy)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 # The warps of all CTAs take the tokens round robin.
@@ -261,40 +256,91 @@ class GemmLoad:
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def _load_b(self, ab_pipeline, tile_sched, b: TmaTensor, sB: cute.Tensor):
-        """Load B of every K block of every tile of this CTA; one warp."""
-        c = self.config
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+    def load_weights(self, ab_pipeline, tile_sched, begin_tile, copy):
+        """Load B of every K block of every tile of this CTA; one warp. `begin_tile` and `copy` as
+        in `load_rows`."""
+        stages = self.config.num_stages
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = tile_sched.cta_in_cluster()
-        # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
-        mask = multicast_mask((c.b_shares, c.cluster_n), cta, 0)
-        hint = {"cache_policy": Int64(EVICT_FIRST)} if c.evict_first else {}
         linear, stride, total = tile_sched.first()
         queue_state = tile_sched.queue_state()
         while linear < total:
-            tile = tile_sched.tile(linear, cta)
-            # CTAs that share an MMA split a column tile's rows: `part` counts in steps of b_rows.
-            part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
-            # (b_rows, 128, k_blocks); with `quantises` the rows are (interleave, 2, ...)
-            gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (part, None, tile.expert))
-            # ((b_rows * 128, 1), (1, stages)) and (((128, b_rows), 1), k_blocks)
-            tBsB, tBgB = tma_partition(b.atom, sB, gB, cta[0] // c.mma_ctas, c.b_shares)
+            copies = begin_tile(tile_sched.tile(linear, cta), cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
                 ab_pipeline.sync_object_empty.wait(state.index, state.phase)
-                # This warp's arrival, with the bytes to wait for.
-                full = expect_bytes(ab_pipeline, state, self.counts.b_bytes, c.mma_ctas)
-                cute.copy(
-                    b.atom,
-                    tBgB[None, kb],
-                    tBsB[None, state.index],
-                    tma_bar_ptr=full,
-                    mcast_mask=mask,
-                    **hint,
-                )
+                copy(copies, kb, state=state)
                 state.advance()
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
         # Must come before the exit, or the other CTAs' arrivals find this CTA gone.
         ab_pipeline.producer_tail(state)
+
+
+# --- B: weights ---------------------------------------------------------------------------------
+
+
+def weights_layout(config: Any):
+    """Shared memory of B: (b_rows, 128, stages), swizzled."""
+    tile = (config.tile_m, config.b_rows, BLOCK)
+    # ((8, b_rows / 8), (128, 1), (1, stages))
+    return hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, config.num_stages)
+
+
+class WeightCopies(NamedTuple):
+    """The copies of one tile's weights: sources by K block, destinations by stage."""
+
+    tBgB: cute.Tensor  # (((128, b_rows), 1), k_blocks)
+    tBsB: cute.Tensor  # ((b_rows * 128, 1), (1, stages))
+    mask: Any  # CTAs that a copy is multicast to
+
+
+class TmaWeights:
+    """Load a tile's weights by one TMA copy. CTAs of a cluster's column load a part each for all of
+    them."""
+
+    arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.bytes = config.b_rows * BLOCK
+
+    def operand(self, b: cute.Tensor, b_smem) -> TmaTensor:
+        """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""
+        c = self.config
+        weights = weights_by_column(b, c)  # (n, k, experts)
+        return tma_tensor(weights, b_smem, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
+
+    def prefetch(self, b: TmaTensor) -> None:
+        cpasync.prefetch_descriptor(b.atom)
+
+    def begin_tile(self, b: TmaTensor, shared: SharedOperands, tile: Tile, cta) -> WeightCopies:
+        """Return the `WeightCopies` of a tile."""
+        c = self.config
+        # CTAs that share an MMA split a column tile's rows: `part` counts in steps of b_rows.
+        part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
+        # (b_rows, 128, k_blocks); with `quantises` the rows are (interleave, 2, ...)
+        gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (part, None, tile.expert))
+        # ((b_rows * 128, 1), (1, stages)) and (((128, b_rows), 1), k_blocks)
+        tBsB, tBgB = tma_partition(b.atom, shared.sB, gB, cta[0] // c.mma_ctas, c.b_shares)
+        # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
+        return WeightCopies(tBgB, tBsB, multicast_mask((c.b_shares, c.cluster_n), cta, 0))
+
+    def copy(self, b: TmaTensor, copies: WeightCopies, kb, ab_pipeline, state) -> None:
+        """Start the copy of K block `kb` into a free stage."""
+        # This warp's arrival, with the bytes to wait for.
+        full = expect_bytes(ab_pipeline, state, self.bytes, self.config.mma_ctas)
+        cute.copy(
+            b.atom,
+            copies.tBgB[None, kb],
+            copies.tBsB[None, state.index],
+            tma_bar_ptr=full,
+            mcast_mask=copies.mask,
+            **l2_hint(self.config),
+        )
+
+
+def l2_hint(config: Any) -> dict[str, Int64]:
+    """Return the argument of a copy of weights that sets L2's policy, if the config has one."""
+    return {"cache_policy": Int64(EVICT_FIRST)} if config.evict_first else {}
 
 
 def weights_by_column(b: cute.Tensor, config: Any) -> cute.Tensor:

@@ -163,7 +163,7 @@ class GemmSm100:
         """Make the TMA descriptors and launch the kernel; parameters: `GemmSm90.launch`."""
         self._setup()
         c, load = self.config, self.load
-        tma_b = load.b_operand(b)
+        tma_b = load.b_loader.operand(b, load.b_smem)
         align, memory = cute.struct.Align, cute.struct.MemRange
 
         @cute.struct

@@ -152,7 +152,7 @@ class GemmSm90:
         """Make the TMA descriptors and launch the kernel."""
         self._setup()
         c, load = self.config, self.load
-        tma_b = load.b_operand(b)
+        tma_b = load.b_loader.operand(b, load.b_smem)
         align, memory = cute.struct.Align, cute.struct.MemRange
 
         @cute.struct
