@@ -19,7 +19,7 @@ from markers import backends
 from moe_fp8 import from_mxfp4
 from moe_fp8.call import BLOCK
 from moe_fp8.kernels.dsl import LayoutEnum, SmemAllocator
-from moe_fp8.serving.mxfp4 import BIAS, E2M1, GROUP, HIGHEST, SPAN
+from moe_fp8.mxfp4 import BIAS, E2M1, GROUP, HIGHEST, SPAN
 from mxfp4_values import decoded, drawn
 
 pytestmark = backends("emulator", "gpu")

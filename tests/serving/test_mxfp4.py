@@ -6,9 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from markers import backends, only
-from moe_fp8 import experts, from_mxfp4, quantise_rows
-from moe_fp8.serving import mxfp4
-from moe_fp8.serving.mxfp4 import compare
+from moe_fp8 import experts, from_mxfp4, mxfp4, quantise_rows
+from moe_fp8.mxfp4 import compare
 from mxfp4_values import decoded, drawn
 
 from scripts.measuring.accuracy import calc_diff

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..call import BLOCK, TMA_ROWS, MoeShape, expected_rows
+from ..call import BLOCK, PACKED_BYTES, TMA_ROWS, MoeShape, expected_rows
 
 WARP = 32
 """Threads of a warp."""
@@ -27,7 +27,9 @@ PRODUCER_REGISTERS = 24
 """Registers of a producer thread: enough for it, and the least that setmaxnreg takes."""
 MAX_CONSUMER_REGISTERS = 240
 """Registers of a consumer thread, at most. It binds with one warpgroup; more have less left."""
-MAX_CONSUMER_WARPGROUPS = 3
+CONVERTER_REGISTERS = 56
+"""Registers of a thread that converts packed weights."""
+MAX_CONSUMER_WARPGROUPS = 4
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
 MAX_SFB = 128
@@ -102,6 +104,8 @@ class GemmConfig:
     evict_first: bool = False
     per_channel: bool = False
     # The class of an architecture overrides these, as a field or a constant.
+    packed = False
+    converter_warpgroups = 0
     mma_ctas = 1
     producer_warpgroups = 1
     gathers = False
@@ -192,13 +196,20 @@ class GemmConfig:
         raise NotImplementedError
 
     @property
+    def warpgroups(self) -> int:
+        return self.consumer_warpgroups + self.producer_warpgroups + self.converter_warpgroups
+
+    @property
     def threads(self) -> int:
-        return (self.consumer_warpgroups + self.producer_warpgroups) * WARPGROUP
+        return self.warpgroups * WARPGROUP
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a consumer thread; setmaxnreg takes multiples of 8."""
-        left = CTA_REGISTERS // WARPGROUP - self.producer_warpgroups * PRODUCER_REGISTERS
+        """Registers of a consumer thread. Threads start with equally many, a multiple of 8, as
+        setmaxnreg takes; those that the other warpgroups give away go to the consumers."""
+        left = CTA_REGISTERS // self.threads // 8 * 8 * self.warpgroups
+        left -= self.producer_warpgroups * PRODUCER_REGISTERS
+        left -= self.converter_warpgroups * CONVERTER_REGISTERS
         return min(MAX_CONSUMER_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
 
     @property
@@ -210,6 +221,13 @@ class GemmConfig:
     def b_rows(self) -> int:
         """Rows of B in one CTA's shared memory. CTAs that share an MMA hold a part each."""
         return self.tile_n // self.mma_ctas
+
+    @property
+    def b_bytes(self) -> int:
+        """Shared memory of one K block of B in a CTA."""
+        if self.packed and not self.converter_warpgroups:
+            return self.tile_n // BLOCK * PACKED_BYTES
+        return self.b_rows * BLOCK
 
     @property
     def b_shares(self) -> int:
@@ -233,7 +251,7 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         sfa = 0 if self.split_sfa else self.sfa_bytes
-        return (self.tile_m * self.terms + self.b_rows) * BLOCK + sfa
+        return self.tile_m * self.terms * BLOCK + self.b_bytes + sfa
 
     @property
     def staging_bytes(self) -> int:
@@ -276,18 +294,33 @@ class GemmConfigSm90(GemmConfig):
             kernel brings them together first.
         slices: empty 64-row slices of a tile are not loaded. Without `swap_ab` and `gathers`, with
             more than 64 rows.
+        packed: weights are MXFP4, packed by `moe_fp8.pack_mxfp4`. With `swap_ab` the consumers make
+            FP8 fragments of them in registers: tile_m is a multiple of 8 up to 64, tile_n 256, and
+            there is no cluster. Otherwise two warpgroups of converters fill the stages: tile_m is
+            64 or 128, tile_n 128, and clusters are (1, 1) or (1, 2).
     """
 
     overlap: bool = False
     unroll: bool = False
     gathers: bool = False
     slices: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
         columns = (BLOCK,) if self.quantises else (64, BLOCK)
+        if self.packed:
+            rows = tuple(range(8, 72, 8)) if self.swap_ab else (64, 128)
+            columns = (2 * BLOCK,) if self.swap_ab else (BLOCK,)
         self.check(tile_m=rows, tile_n=columns)
-        if self.quantises and self.cluster_n != 2:
+        if self.packed and self.cluster_size > (1 if self.swap_ab else self.cluster_n):
+            clusters = "(1, 1)" if self.swap_ab else "(1, 1) or (1, 2)"
+            raise ValueError(f"{self}: packed weights, expected clusters {clusters}")
+        if self.packed and self.swap_ab and (self.overlap or self.unroll or self.per_channel):
+            raise ValueError(f"{self}: packed weights, expected overlap and unroll off")
+        if self.packed and self.per_channel:
+            raise ValueError(f"{self}: packed weights have block scales, no scales of channels")
+        if self.quantises and self.tile_n == BLOCK and self.cluster_n != 2:
             raise ValueError(f"{self}: expected clusters (1, 2), which share the scales")
         if self.slices and (self.swap_ab or self.gathers or self.tile_m == WGMMA_M):
             raise ValueError(f"slices: expected several warpgroups of permuted tokens, got {self}")
@@ -302,6 +335,11 @@ class GemmConfigSm90(GemmConfig):
     def consumer_warpgroups(self) -> int:
         """Warpgroups that issue WGMMA, each for 64 rows of a tile's MMA."""
         return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
+
+    @property
+    def converter_warpgroups(self) -> int:  # type: ignore[override]
+        """Warpgroups that make FP8 values of packed weights, each of half a block's rows."""
+        return 2 if self.packed and not self.swap_ab else 0
 
     @property
     def row_step(self) -> int:
@@ -323,25 +361,25 @@ class GemmConfigSm90(GemmConfig):
 
     @property
     def staging_bytes(self) -> int:
-        """Shared memory of the epilogue. With `quantises`: the FP8 terms of 64 columns, the maxima
-        of this CTA's warps (with `swap_ab`) and of the other CTA, and mbarriers: at least the
-        epilogue's `smem_elements`."""
+        """Shared memory of the epilogue. With `quantises`: the FP8 terms of a row's columns, the
+        maxima of this CTA's warps (with `swap_ab`), two numbers more (those of the other CTA, or
+        scales) and mbarriers: at least the epilogue's `smem_elements`."""
         if not self.quantises:
             return super().staging_bytes
-        maxima = 2 + (self.consumer_warps if self.swap_ab else 0)
-        row = (BLOCK // 2 + 16) * self.quantises + 4 * maxima
+        numbers = 2 + (self.consumer_warps if self.swap_ab else 0)
+        row = (self.tile_n // 2 + 16) * self.quantises + 4 * numbers
         return self.tile_m * row + 16 * self.consumer_warpgroups
 
     def with_swiglu(self, terms: int, few: bool = False) -> "GemmConfigSm90":
         """This config for an epilogue that makes `terms` FP8 terms of up and gate. `few`: the rank
         has at most `LayerRules.one_wave` rows, which matters on Blackwell alone."""
-        # Pairs of CTAs make the 128 columns of a scale.
-        return replace(self, cluster_n=2, quantises=terms)
+        # Pairs of CTAs make the 128 columns of a scale, unless one CTA has them all.
+        return replace(self, cluster_n=2 if self.tile_n == BLOCK else 1, quantises=terms)
 
     def __str__(self) -> str:
         before = self.flags("swap_ab", "overlap")
         return self.one_line(
-            *before, self.schedule_word, *self.flags("unroll", "gathers", "slices")
+            *before, self.schedule_word, *self.flags("unroll", "gathers", "slices", "packed")
         )
 
 

@@ -28,7 +28,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ..call import BLOCK
 from .configs import EPILOGUE_N, WARP, WARPGROUP
@@ -123,9 +123,13 @@ class StoreBf16:
     def output(self, out: cute.Tensor) -> Output:
         """Make the views of `out` (rows, n) bf16."""
         box = (self.acc_map.staged_rows, EPILOGUE_N)
-        # ((8, staged_rows / 8), (64, 1), (1, 1))
-        smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, box, 1)
-        one_stage = cute.slice_(smem, (None, None, 0))  # ((8, staged_rows / 8), (64, 1))
+        if box[0].bit_count() == 1:
+            # ((8, staged_rows / 8), (64, 1), (1, 1))
+            smem = hopper.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, box, 1)
+            one_stage = cute.slice_(smem, (None, None, 0))  # ((8, staged_rows / 8), (64, 1))
+        else:  # CuTe cannot slice this layout
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+            one_stage = cute.tile_to_shape(atom, box, (0, 1))
         op = cpasync.CopyBulkTensorTileS2GOp()
         return Output(TmaTensor(*cpasync.make_tiled_tma_atom(op, out, one_stage, box)), out)
 

@@ -1,9 +1,9 @@
 """GEMM1's epilogue on Hopper: makes FP8 values of a tile's sums by SwiGLU and stores them.
 
-All consumer warps run it, as the `store` hook of `epilogue`. The two CTAs of a cluster
+All consumer warps run it, as the `store` hook of `epilogue`. Usually the two CTAs of a cluster
 each have 64 of the 128 columns that share a scale, so they exchange the rows' maxima. Both have the
 same rows, and neither lies outside n, a multiple of 256. So both call `store` for the same tiles,
-or one would wait for ever.
+or one would wait for ever. With tiles of 256 weight columns (up and gate) a CTA has all 128.
 
     activate     c = silu(gate) * up, in registers; maxima of this CTA's columns
     send         maxima to the other CTA's `theirs`, by st.async (`PairExchange`)
@@ -34,6 +34,14 @@ class SwigluStagingSm90(NamedTuple):
     amax: cute.Tensor | None  # (consumer warps, tile_m) i32: of a warp's columns; with swap_ab only
     theirs: cute.Tensor  # (PAIR_BUFFERS, tile_m) i32: of the other CTA's columns
     arrived: cute.Pointer  # (PAIR_BUFFERS, waits) mbarriers of `theirs`
+
+
+class WholeStaging(NamedTuple):
+    """The staging buffer of a CTA that has all columns of a scale."""
+
+    rows: cute.Tensor  # (tile_m, 128, terms) e4m3, rows 144 bytes apart
+    amax: cute.Tensor  # (consumer warps, tile_m) i32: of a warp's columns
+    scale: cute.Tensor  # (2, tile_m) f32: the scale of a token and its reciprocal
 
 
 class SwigluEpilogueSm90(SwigluEpilogue):
@@ -198,3 +206,88 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
             self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
         self._count_tile(output, tile, thread, barrier)
+
+
+class WholeSwigluSm90(SwigluEpilogue):
+    """`SwigluEpilogue` where a CTA has all 128 columns of a scale: `swap_ab`, 256 weight columns.
+
+    Each warp has 8 of the columns. One thread of a token collects the maxima of all warps and
+    computes the scale and its reciprocal, which all others read.
+    """
+
+    def __init__(self, config: GemmConfigSm90, acc_map: Any, n: int, activation: Activation):
+        super().__init__(config, acc_map, n, activation)
+        self.column_groups = self.warps
+        self.smem_elements = self.staged_bytes + 4 * config.tile_m * (self.warps + 2)
+
+    @cute.jit
+    def staging(self, buffer) -> WholeStaging:
+        rows, base = self.config.tile_m, buffer.data_ptr()
+        # One after the other: staged rows, amax, scale.
+        amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
+        scale = cute.recast_ptr(amax + self.warps * rows, dtype=Float32)
+        by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
+        return WholeStaging(
+            self.staged_rows(base),
+            cute.make_tensor(amax, by_group),
+            cute.make_tensor(scale, cute.make_layout((2, rows), stride=(rows, 1))),
+        )
+
+    @cute.jit
+    def store(self, output: Quantised, staging: WholeStaging, tiled_mma, acc, part: TilePart):
+        """Write the valid rows of the tile; see `StoreBf16.store`."""
+        tile, _, thread, _ = part
+        lane, warp = thread % WARP, thread // WARP
+        threads, rows = self.warps * WARP, self.config.tile_m
+        tokens = rows // 4
+        barrier = pipeline.NamedBarrier(barrier_id=NamedBarrierId.STAGING, num_threads=threads)
+        # (values of a thread,), see `AccumulatorSm90`
+        sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        c = cute.make_rmem_tensor(tokens, Float32)  # (tile_m / 4 tokens,), as the next one
+        amax = cute.make_rmem_tensor(tokens, Float32)
+        for i in cutlass.range_constexpr(tokens):
+            v = i % 2 + i // 2 * 4
+            c[i] = self.activated(sums, v, v + 2)
+            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
+        self._keep_maxima(staging, amax, thread)
+        # Must come before `_largest`, which reads the maxima of all warps, and before the writes to
+        # `staging.rows`: all threads have stored the previous tile's.
+        barrier.arrive_and_wait()
+        if thread < rows:
+            bits = cute.make_rmem_tensor(1, Int32)
+            bits[0] = self._largest(staging, thread)
+            largest = cute.recast_tensor(bits, Float32)[0]
+            scale = block_scale(largest, self.activation.ue8m0)
+            staging.scale[0, thread], staging.scale[1, thread] = scale, 1.0 / scale
+            if thread < tile.rows:
+                output.scale[tile.n_tile, tile.row + thread] = scale
+        barrier.arrive_and_wait()  # must come before the reads of the scales
+        for i in cutlass.range_constexpr(tokens):
+            token = self.acc_map.token(i, thread)
+            value = cute.make_tensor(c.iterator + i, cute.make_layout(1))
+            divide(value, staging.scale[0, token], inverse=staging.scale[1, token])
+        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (tile_m / 4 tokens,)
+        for t in cutlass.range_constexpr(self.out_terms):
+            self._next_term(c, quantised, t)
+            for i in cutlass.range_constexpr(tokens):
+                token = self.acc_map.token(i, thread)
+                staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
+        # Must come before the stores, which read what all warps have staged, and before the next
+        # tile's maxima: all threads have read these.
+        barrier.arrive_and_wait()
+        for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
+            self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
+        self._count_tile(output, tile, thread, barrier)
+
+    @cute.jit
+    def _keep_maxima(self, staging: WholeStaging, amax: cute.Tensor, thread: Int32):
+        """Write the maximum of each token over this warp's 8 columns, which the eight lanes with
+        equal lane % 4 have."""
+        lane, warp = thread % WARP, thread // WARP
+        bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
+        for i in cutlass.range_constexpr(cute.size(amax)):
+            for distance in cutlass.range_constexpr(2, 5):
+                other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
+                amax[i] = cute.arch.fmax(amax[i], other)
+            if lane < 4:
+                staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]

@@ -131,14 +131,16 @@ class GemmLoad:
         rows_known: the previous kernel wrote nothing that this one reads but A and A's scales: not
             `expert_rows`, `counter` or the side job's tensors. Only warps that load A wait.
         side_job: work for warp 3, see `ZeroTokens.run`.
+        weights: the class that loads B.
 
     Raises:
         ValueError: a size is not supported.
     """
 
     def __init__(
-        self, config, n: int, k: int, experts: int, gather=False, rows_known=False, side_job=None
-    ):
+        self, config, n: int, k: int, experts: int,
+        gather=False, rows_known=False, side_job=None, weights: Any = None,
+    ):  # fmt: skip
         for name, size in (("n", n), ("k", k)):
             if size % BLOCK:
                 raise ValueError(f"{name}={size}: expected a multiple of {BLOCK}")
@@ -149,7 +151,7 @@ class GemmLoad:
         self.rows_known, self.side_job = rows_known, side_job
         loader = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
         self.a_loader: Any = loader(config)
-        self.b_loader: Any = TmaWeights(config)
+        self.b_loader: Any = (weights or TmaWeights)(config)
         if side_job and self.a_loader.warps == len(A_WARPS):
             raise ValueError(f"{loader.__name__} leaves no warp for {side_job}")
         self.counts = StageCounts(
@@ -166,11 +168,8 @@ class GemmLoad:
         # ((8, tile_m / 8), (128, 1), (1, stages * terms)): 8 rows of 128 bytes are a swizzle atom
         self.a_smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
         self.sfa_smem = sfa_layout(c)  # (sfa_rows, 1, sfa_stages)
-        # ((8, b_rows / 8), (128, 1), (1, stages))
-        self.b_smem = weights_layout(c)
-        # The barriers must wait for exactly the bytes that the copies bring.
-        b_bytes = cute.size_in_bytes(Float8E4M3FN, cute.slice_(self.b_smem, (None, None, 0)))
-        assert self.counts.b_bytes == b_bytes
+        # ((8, b_rows / 8), (128, 1), (1, stages)), or of packed blocks (bytes, stages)
+        self.b_smem = self.b_loader.layout()
 
     def prefetch(self, args: GemmArguments) -> None:
         """Fetch the TMA descriptors ahead of the first copy; one warp."""
@@ -182,7 +181,7 @@ class GemmLoad:
         return SharedOperands(  # shapes: `SharedOperands`
             sA=storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
             sSFA=storage.a_scale.get_tensor(self.sfa_smem),
-            sB=storage.b.get_tensor(self.b_smem.outer, swizzle=self.b_smem.inner),
+            sB=self.b_loader.shared(storage.b, self.b_smem),
             tokens=storage.tokens.data_ptr(),
         )
 
@@ -197,10 +196,11 @@ class GemmLoad:
                 self.load_rows(
                     ab_pipeline, self.config.num_stages, tile_sched, args, begin_tile, copy
                 )
-        if warp_idx == B_WARP:
-            begin_tile = partial(self.b_loader.begin_tile, args.b, shared)
-            copy = partial(self.b_loader.copy, args.b, ab_pipeline=ab_pipeline)
-            self.load_weights(ab_pipeline, tile_sched, begin_tile, copy)
+        if cutlass.const_expr(self.config.converter_warpgroups == 0):
+            if warp_idx == B_WARP:
+                begin_tile = partial(self.b_loader.begin_tile, args.b, shared)
+                copy = partial(self.b_loader.copy, args.b, ab_pipeline=ab_pipeline)
+                self.load_weights(ab_pipeline, tile_sched, begin_tile, copy)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 # The warps of all CTAs take the tokens round robin.
@@ -297,17 +297,30 @@ class TmaWeights:
     """Load a tile's weights by one TMA copy. CTAs of a cluster's column load a part each for all of
     them."""
 
+    warps = 1
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
 
     def __init__(self, config: Any):
         self.config = config
-        self.bytes = config.b_rows * BLOCK
+        self.bytes = config.b_bytes
 
-    def operand(self, b: cute.Tensor, b_smem) -> TmaTensor:
+    def layout(self):
+        """Shared memory of B, see `weights_layout`."""
+        layout = weights_layout(self.config)
+        # The barriers must wait for exactly the bytes that the copies bring.
+        one_stage = cute.slice_(layout, (None, None, 0))
+        assert self.bytes == cute.size_in_bytes(Float8E4M3FN, one_stage)
+        return layout
+
+    def shared(self, buffer, layout) -> cute.Tensor:
+        """Return the weights in shared memory, as `SharedOperands.sB`."""
+        return buffer.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def operand(self, b: cute.Tensor, layout) -> TmaTensor:
         """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""
         c = self.config
         weights = weights_by_column(b, c)  # (n, k, experts)
-        return tma_tensor(weights, b_smem, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
+        return tma_tensor(weights, layout, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
 
     def prefetch(self, b: TmaTensor) -> None:
         cpasync.prefetch_descriptor(b.atom)

@@ -50,6 +50,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from ..call import BLOCK
 from .configs import (
+    CONVERTER_REGISTERS,
     EPILOGUE_N,
     MAX_SFB,
     PRODUCER_REGISTERS,
@@ -60,8 +61,9 @@ from .configs import (
 )
 from .dsl import SmemAllocator
 from .epilogue import StoreBf16, StoreRegisters, TilePart, copy_channels, scale_channels
-from .epilogue_sm90 import SwigluEpilogueSm90
+from .epilogue_sm90 import SwigluEpilogueSm90, WholeSwigluSm90
 from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale, weights_by_column
+from .mxfp4 import GROUPS, SLAB_WORDS, Converters, PackedBlocks, load_slab, to_e4m3
 from .swiglu import Activation
 from .sync import Ready, arrive_group
 from .tiles import Tile, TileQueue, TileScheduler, expert_rows_smem, rows_of_lane
@@ -73,7 +75,9 @@ class TileOperands(NamedTuple):
     """The operands of a tile's sums. With swap_ab A and B trade places in tCrA and tCrB."""
 
     ab_pipeline: pipeline.PipelineTmaAsync
-    tCrA: cute.Tensor  # (MMA, MMA_M, MMA_K, STAGE) = (1, 1, 4, (1, stages * terms)): descriptors
+    # (MMA, MMA_M, MMA_K, STAGE) = (1, 1, 4, (1, stages * terms)): descriptors. Where A is packed
+    # weights: (words, stages) i32, what the fragments are made of.
+    tCrA: cute.Tensor
     tCrB: cute.Tensor  # (MMA, MMA_N, MMA_K, STAGE) = (1, 1, 4, (1, stages)): descriptors
     sSFA: cute.Tensor  # (sfa_rows, 1, stages) f32, from the tile's first row on
     sSFB: cute.Tensor  # (k_blocks, halves) f32: this warp's
@@ -98,8 +102,11 @@ class GemmSm90:
     ):  # fmt: skip
         if (activation is None) != (config.quantises == 0):
             raise ValueError(f"{config}: expected an activation where the config quantises")
-        self.load = GemmLoad(config, n, k, experts, gather, rows_known, side_job)
+        packed = Converters if config.converter_warpgroups else PackedBlocks
+        weights = packed if config.packed else None
+        self.load = GemmLoad(config, n, k, experts, gather, rows_known, side_job, weights)
         self.config, self.n, self.experts = config, n, experts
+        self.in_registers = config.packed and config.swap_ab  # the weights, WGMMA's first operand
         self.rows_known = rows_known
         self.k_blocks = k // BLOCK
         self.acc_map = AccumulatorSm90(config)
@@ -107,7 +114,8 @@ class GemmSm90:
         if self.k_blocks * self.halves > MAX_SFB:
             raise ValueError(f"k={k}: expected at most {MAX_SFB // self.halves * BLOCK}")
         if config.quantises:
-            self.epilogue: Any = SwigluEpilogueSm90(config, self.acc_map, n, activation)
+            swiglu = SwigluEpilogueSm90 if config.cluster_n == 2 else WholeSwigluSm90
+            self.epilogue: Any = swiglu(config, self.acc_map, n, activation)
         else:
             store = StoreBf16 if config.terms == 1 else StoreRegisters
             self.epilogue = store(config, self.acc_map, n)
@@ -138,7 +146,8 @@ class GemmSm90:
         self,
         a,  # (rows, terms * k) e4m3; with `gather` see `GatheredRows.operand`
         sfa: cute.Tensor,  # (k / 128, rows) f32; with `gather` (k / 128, tokens) of any strides
-        b: cute.Tensor,  # (experts, n, k) e4m3
+        # (experts, n, k) e4m3; with `packed` (experts, n / 128, k / 128, PACKED_BYTES) u8
+        b: cute.Tensor,
         # (experts, n / 128, k / 128) f32, or u8: see `float_scale`; `per_channel` (experts, n, 1)
         sfb: cute.Tensor,
         out,  # (rows, n) bf16, with two terms f32 or bf16; with `quantises` `Quantised`
@@ -226,7 +235,7 @@ class GemmSm90:
         queue = sExpertRows = None
         if cutlass.const_expr(c.dynamic):
             # Warps of a CTA that take tiles.
-            readers = self.load.a_loader.warps + 1 + c.consumer_warps
+            readers = self.load.a_loader.warps + self.load.b_loader.warps + c.consumer_warps
             queue = TileQueue.create(
                 storage.queue_barriers.data_ptr(),
                 storage.queue_slot.ptr,
@@ -257,10 +266,18 @@ class GemmSm90:
         if warpgroup_idx == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared)
-        else:
+        elif cutlass.const_expr(c.converter_warpgroups == 0):
             cute.arch.setmaxregister_increase(c.consumer_registers)
             consumer = warpgroup_idx - 1
             self._consume(ab_pipeline, tile_sched, consumer, shared, sSFB, channels, args, staging)
+        elif warpgroup_idx <= c.consumer_warpgroups:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            consumer = warpgroup_idx - 1
+            self._consume(ab_pipeline, tile_sched, consumer, shared, sSFB, channels, args, staging)
+        else:
+            cute.arch.setmaxregister_decrease(CONVERTER_REGISTERS)
+            half = warpgroup_idx - 1 - c.consumer_warpgroups
+            self.load.b_loader.run(half, ab_pipeline, tile_sched, args.b, shared.sB)
 
     @cute.jit
     def _consume(self, ab_pipeline, tile_sched, consumer, shared, sSFB, channels, args, staging):
@@ -275,7 +292,9 @@ class GemmSm90:
         operand_a, operand_b = self.acc_map.mma_order(shared.sA, shared.sB)
         # (MMA, MMA_M, MMA_K, STAGE) = (1, 1, 4, (1, stages * terms)) and (1, 1, 4, (1, stages)):
         # WGMMA reads shared memory, these are descriptors of it.
-        tCrA = self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a))
+        tCrA = shared.sB
+        if cutlass.const_expr(not self.in_registers):
+            tCrA = self.tiled_mma.make_fragment_A(thr_mma.partition_A(operand_a))
         tCrB = self.tiled_mma.make_fragment_B(thr_mma.partition_B(operand_b))
         # (MMA, MMA_M, MMA_N) = ((2 columns, 2 rows, MMA columns / 8), 1, 1)
         acc_shape = self.tiled_mma.partition_shape_C(self.acc_map.shape)
@@ -296,18 +315,24 @@ class GemmSm90:
         # (ceil(k_blocks / 32), halves): lane l has K blocks l, l + 32, ...
         next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
         if linear < total:
-            self._load_sfb(next_sfb, sfb, tile)
+            self._load_sfb(next_sfb, sfb, tile, consumer)
             self._keep_sfb(sSFB_warp, next_sfb)
         stored = Int32(0)
         while linear < total:
             # False where the expert ends before this warpgroup's rows.
             has_rows = tile.rows > self.acc_map.first_token(consumer)
+            if cutlass.const_expr(self.in_registers and self.n % c.tile_n != 0):
+                # Or the output before this warpgroup's columns.
+                first_column = tile.n_tile * c.tile_n + self.acc_map.first_column(consumer, 0)
+                has_rows = has_rows and first_column < self.n
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     copy_channels(c, self.n, sfb, channels, tile)
                 sSFA = self.load.a_loader.from_first_row(tile, shared.sSFA)  # (sfa_rows, 1, stages)
                 operands = TileOperands(ab_pipeline, tCrA, tCrB, sSFA, sSFB_warp)
-                if cutlass.const_expr(c.overlap):
+                if cutlass.const_expr(self.in_registers):
+                    state = self._packed_mainloop(operands, state, acc, thread)
+                elif cutlass.const_expr(c.overlap):
                     state = self._overlapped_mainloop(operands, state, acc, thread)
                 else:
                     state = self._mainloop(operands, state, acc, thread)
@@ -322,7 +347,7 @@ class GemmSm90:
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
             # Find the next tile and ask for its scales now: both take long, the store hides them.
             following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
-            self._load_sfb(next_sfb, sfb, following)
+            self._load_sfb(next_sfb, sfb, following, consumer)
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     scale_channels(acc, self.acc_map, channels, thread)
@@ -387,8 +412,11 @@ class GemmSm90:
                 scales[i, half] = operands.sSFA[token, 0, stage] * scale_b
 
     @cute.jit
-    def _issue_wgmma(self, accum: cute.Tensor, operands: TileOperands, stage: Int32):
-        """Start `accum = A tile @ B tile^T` of one K block. A wait for its group completes it."""
+    def _issue_wgmma(self, accum: cute.Tensor, operands: TileOperands, stage: Int32, tCrA=None):
+        """Start `accum = A tile @ B tile^T` of one K block. A wait for its group completes it.
+
+        `tCrA`: A in registers, ((4 columns, 2 rows, 2 halves), 1, 4) e4m3, of packed weights.
+        """
         terms = self.config.terms
         mma = cute.make_mma_atom(self.tiled_mma.op)
         # Must come before the WGMMA, or they, which are asynchronous, overwrite registers that the
@@ -400,7 +428,11 @@ class GemmSm90:
             stage_a, stage_b = self.acc_map.mma_order(stage * terms + (terms - 1 - i), stage)
             for k in cutlass.range_constexpr(BLOCK // WGMMA_K):
                 mma.set(warpgroup.Field.ACCUMULATE, i + k != 0)  # the first one overwrites
-                tA = operands.tCrA[None, None, k, stage_a]  # (MMA, MMA_M) = (1, 1): 64 x 32 of A
+                # (MMA, MMA_M) = (1, 1): 64 x 32 of A
+                if cutlass.const_expr(tCrA is None):
+                    tA = operands.tCrA[None, None, k, stage_a]
+                else:
+                    tA = tCrA[None, None, k]
                 tB = operands.tCrB[None, None, k, stage_b]  # (MMA, MMA_N) = (1, 1): N x 32 of B
                 cute.gemm(mma, accum, tA, tB, accum)
         warpgroup.commit_group()
@@ -463,28 +495,95 @@ class GemmSm90:
             state = self._stage(state, self.unroll)
         return state
 
+    @cute.jit
+    def _packed_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
+        """Compute the sum as `_mainloop` does, with A in registers: FP8 values of packed weights.
+
+            issue      kb 0    kb 1    kb 2
+            convert    kb 1    kb 2    kb 3     while the WGMMA run
+            promote    kb 0    kb 1    kb 2     when they are done
+
+        A fragment may not change before its WGMMA are done, so K blocks alternate between two.
+        """
+        # ((4 columns, 2 rows, 2 halves), 1, 4) e4m3
+        shape = self.tiled_mma.partition_shape_A((self.config.tile_n, BLOCK))
+        frags = [cute.make_rmem_tensor(shape, Float8E4M3FN) for _ in range(2)]
+        accum = cute.make_rmem_tensor(acc.shape, Float32)
+        scales = cute.make_rmem_tensor((self.acc_map.thread_tokens, self.halves), Float32)
+        acc.fill(0.0)
+        operands.ab_pipeline.consumer_wait(state)
+        self.load.a_loader.fence_loaded()
+        self._convert(frags[0], operands, state.index, thread)
+        behind = 2 - self.k_blocks % 2  # K blocks behind the loop, the last of which is alone
+        for first in cutlass.range(0, self.k_blocks - behind, 2, unroll=1):
+            for i in cutlass.range_constexpr(2):
+                buffers = accum, scales, frags[i], frags[1 - i]
+                state = self._packed_block(operands, state, acc, thread, first + i, buffers)
+        for i in cutlass.range_constexpr(behind):
+            buffers = accum, scales, frags[i], None if i + 1 == behind else frags[1 - i]
+            kb = Int32(self.k_blocks - behind + i)
+            state = self._packed_block(operands, state, acc, thread, kb, buffers)
+        return state
+
+    @cute.jit
+    def _packed_block(self, operands, state, acc, thread: Int32, kb: Int32, buffers: tuple):
+        """Compute one K block and convert the next one; return the pipeline's state after it."""
+        ab_pipeline = operands.ab_pipeline
+        accum, scales, tCrA, next_tCrA = buffers
+        following = state.clone()
+        following.advance()
+        # Must come before the WGMMA, or nothing hides the latency of these loads.
+        self._load_scales(scales, operands, thread, kb, state.index)
+        self._issue_wgmma(accum, operands, state.index, tCrA)
+        if cutlass.const_expr(next_tCrA is not None):
+            ab_pipeline.consumer_wait(following)
+            self.load.a_loader.fence_loaded()
+            self._convert(next_tCrA, operands, following.index, thread)
+        # Must come before the release, or TMA overwrites tokens that WGMMA still reads. The loads
+        # of weights are done: their values were converted.
+        warpgroup.wait_group(0)
+        ab_pipeline.consumer_release(state)
+        self._promote(acc, accum, scales)
+        return following
+
+    @cute.jit
+    def _convert(self, tCrA: cute.Tensor, operands: TileOperands, stage: Int32, thread: Int32):
+        """Make this thread's FP8 values of a stage's packed weights."""
+        raw = cute.make_rmem_tensor((GROUPS, 2), Int32)  # (group, row): eight values each
+        exponents = cute.make_rmem_tensor(2, Int32)  # (row,): a byte for each group
+        slab = operands.tCrA[None, stage].iterator + thread // WARPGROUP * SLAB_WORDS
+        load_slab(slab, thread % WARPGROUP, raw, exponents)
+        words = cute.recast_tensor(tCrA, Int32)
+        # (row, half, group)
+        words = cute.make_tensor(words.iterator, cute.make_layout((2, 2, GROUPS)))
+        to_e4m3(words, raw, exponents)
+
     # --- weight scales of a tile ----------------------------------------------------------------
 
     @cute.jit
-    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
+    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile, consumer: Int32):
         """Load the weight scales of a tile's columns to registers; a consumer warp."""
         if cutlass.const_expr(self.config.per_channel):
             # The main loop must have a factor, or ptxas spills sums of 192x128 tiles.
             next_sfb.fill(1.0)
         else:
             for half in cutlass.range_constexpr(self.halves):
-                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half), None]  # (k_blocks)
+                # (k_blocks)
+                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half, consumer), None]
                 for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
                     kb = i * WARP + cute.arch.lane_idx()
                     if kb < self.k_blocks:
                         next_sfb[i, half] = float_scale(row[kb])
 
-    def _sfb_row(self, n_tile: Int32, half: int) -> Int32:
-        """Return the row of SFB for a tile's columns, with `quantises` for those of one half."""
+    def _sfb_row(self, n_tile: Int32, half: int, consumer: Int32) -> Int32:
+        """Return the row of SFB for a warpgroup's columns, with `quantises` for those of a half."""
         c = self.config
         if c.quantises:
             return (half * (self.n // 2) + n_tile * (c.tile_n // 2)) // BLOCK
         column = n_tile * c.tile_n
+        if c.tile_n > BLOCK:
+            column = column + self.acc_map.first_column(consumer, 0)
+            return cutlass.min(column, self.n - 1) // BLOCK  # the tile may end outside
         if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
             column = cutlass.min(column, self.n - 1)  # a CTA of the cluster may lie outside
         return column // BLOCK
@@ -537,6 +636,7 @@ class AccumulatorSm90:
         return (weights, tokens) if self.swap_ab else (tokens, weights)
 
     def tiled_mma(self) -> cute.TiledMma:
+        sources = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         return hopper.make_trivial_tiled_mma(
             Float8E4M3FN,
             Float8E4M3FN,
@@ -545,6 +645,7 @@ class AccumulatorSm90:
             Float32,
             (self.config.consumer_warpgroups, 1, 1),  # along M, N, K
             (WGMMA_M, self.shape[1]),
+            a_source=sources[self.config.packed and self.swap_ab],
         )
 
     def token(self, i: int, thread: Int32) -> Int32:

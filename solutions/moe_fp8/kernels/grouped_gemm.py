@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 
-from ..call import BLOCK, TMA_ROWS
+from ..call import BLOCK, PACKED_BYTES, TMA_ROWS
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
 from .gemm_sm90 import GemmSm90
@@ -18,10 +18,13 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
     rows, blocks = Extent("rows"), k // BLOCK
     scales = (n, 1) if config.per_channel else (n // BLOCK, blocks)
     scale_stride = Extent("scale stride", TMA_ROWS)  # TMA: strides of 16 bytes
+    weights = Tensor(Float8E4M3FN, (experts, n, k))
+    if config.packed:
+        weights = Tensor(Uint8, (experts, n // BLOCK, blocks, PACKED_BYTES))
     arguments = (  # in the order of `GemmSm90.__call__`
         Tensor(Float8E4M3FN, (rows, config.terms * k)),
         Tensor(Float32, (blocks, rows), strides=(scale_stride, 1)),
-        Tensor(Float8E4M3FN, (experts, n, k)),
+        weights,
         Tensor(Float32, (experts, *scales), align=16 if config.per_channel else 4),
         Tensor(BFloat16, (rows, n)),
         Tensor(Int32, (2, experts), align=4, strides=(Extent("expert_rows stride"), 1)),

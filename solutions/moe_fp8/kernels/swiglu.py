@@ -87,9 +87,9 @@ def block_scale(amax: Float32, ue8m0: bool = False) -> Float32:
 
 
 @cute.jit
-def divide(values: cute.Tensor, scale: Float32, keep_zero_sign: bool = False):
+def divide(values: cute.Tensor, scale: Float32, keep_zero_sign: bool = False, inverse: Any = None):
     """Compute `values / scale` in place, rounded as a division is, without its slow path. A zero
-    keeps its sign with `keep_zero_sign`.
+    keeps its sign with `keep_zero_sign`. `inverse`: 1 / scale, where the caller has it.
 
     The hardware's division leaves its fast path for numerators near zero, and `silu` makes many.
     Here a product with the reciprocal is corrected by its residual, which an FMA gives exactly
@@ -98,15 +98,15 @@ def divide(values: cute.Tensor, scale: Float32, keep_zero_sign: bool = False):
     itself. docs/notes/fused.md has times.
     """
     if Float32(2.0**-60) < scale and scale < Float32(2.0**60):
-        inverse = 1.0 / scale
+        reciprocal = 1.0 / scale if inverse is None else inverse
         for i in cutlass.range_constexpr(cute.size(values)):
-            quotient = values[i] * inverse
+            quotient = values[i] * reciprocal
             if cutlass.const_expr(keep_zero_sign):
                 excess = cute.math.fma(quotient, scale, -values[i])
-                values[i] = cute.math.fma(-excess, inverse, quotient)
+                values[i] = cute.math.fma(-excess, reciprocal, quotient)
             else:
                 residual = cute.math.fma(-quotient, scale, values[i])
-                values[i] = cute.math.fma(residual, inverse, quotient)
+                values[i] = cute.math.fma(residual, reciprocal, quotient)
     else:
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] / scale

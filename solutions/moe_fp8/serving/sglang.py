@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..api import batched_experts, experts
-from .mxfp4 import compare
+from ..mxfp4 import compare
 from .plugins import (
     BLOCK_SHAPE,
     LOSSY,

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.model_executor.utils import replace_parameter
 
-from .mxfp4 import encode
+from ..mxfp4 import encode
 from .plugins import (
     BLOCK_SHAPE,
     EXACT,

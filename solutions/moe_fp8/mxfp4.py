@@ -1,18 +1,23 @@
-"""Weights in MXFP4 as FP8 with block scales, without a change of value.
+"""Weights in MXFP4: packed as the kernels read them, or re-encoded as FP8, without a change of
+value.
 
 MXFP4 (OCP Microscaling Formats, version 1.0) has e2m1 values, 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
 negatives, with a power of two for every 32 values of a row. e4m3 holds all of these values times
 any power of two from 2^-8 to 2^6: 0.5 * 2^-8 is its least value, 6 * 2^6 is below its largest, 448.
 So a block of 128 x 128 is exact while its groups' exponents span at most 14.
+
+Both forms have the same FP8 values and block scales, so the layer gives the same bits. Re-encoded
+weights take 1 byte a value. Packed ones take 0.53: the kernels make the FP8 values themselves.
 """
 
 import itertools
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from ..call import BLOCK, described
+from .call import BLOCK, PACKED_BYTES, described
 
 GROUP = 32
 """Values of a row that share a power of two."""
@@ -25,6 +30,159 @@ NAN = 255
 LEAST_EXPONENT = -126
 """Exponent of the least normal float32 scale."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SMALL = 3
+"""The least exponents of a block, 0 to 2, make some magnitudes subnormal in e4m3."""
+IS_SMALL = 0x80
+"""The bit of such an exponent's byte. The kernels have a way of their own for it."""
+SLAB_ROWS = 64
+"""Rows of a slab: half a block."""
+SLAB_VALUES = SLAB_ROWS * BLOCK // 2
+"""Bytes of a slab's values. Those of its exponents follow."""
+
+
+# --- packed -------------------------------------------------------------------------------------
+
+
+class PackedWeights(NamedTuple):
+    """MXFP4 weights of L experts as the kernels read them, made by `pack_mxfp4`.
+
+    A block of 128 x 128 values is `PACKED_BYTES` bytes, in the order in which threads read them:
+
+        slab           2   64 rows of the block
+          values           4096 bytes
+            row        2   rows r and r + 8 of a warp's 16; with `gated` both rows of a column
+            thread   128   warp (4), r (8), lane of four q (4)
+            group      4   32 columns that share an exponent
+              word     4   bytes: eight values
+          exponents        256 bytes: warp (4), r (8), row (2), group (4)
+
+    Values 0 to 3 of a word are columns 4 q to 4 q + 3 of the group, values 4 to 7 columns 16 + 4 q
+    to 19 + 4 q. Nibble i has the magnitude of value i in its low three bits:
+
+        bits      31 ... 28   27 ... 24        7 ... 4     3 ... 0
+                  s7 | m7     s3 | m6     ...  s4 | m1     s0 | m0
+
+    So a byte permute takes four magnitudes at once, and the signs of four values lie eight bits
+    apart, s0 to s3 at bit 3 of each byte and s4 to s7 at bit 7. The byte of an exponent is its
+    distance from the least exponent that the block's scale allows, 0 to 14, and `IS_SMALL`.
+    """
+
+    blocks: torch.Tensor  # [L, N/128, K/128, 8704] uint8
+    scale: torch.Tensor  # [L, N/128, K/128] float32, powers of two
+    gated: bool  # weights of the first GEMM: the two rows of a column, up and gate, lie together
+
+
+def pack_mxfp4(packed: torch.Tensor, scales: torch.Tensor, *, gated: bool = False) -> PackedWeights:
+    """Pack MXFP4 weights as `experts` reads them: 0.53 bytes a value, block scales apart.
+
+    The layer gives the bits that it gives on `from_mxfp4` of the same weights.
+
+    Args:
+        packed: `[..., N, K/2]` uint8 or int8, two e2m1 values a byte, the first in the low bits. N
+            and K are multiples of 128.
+        scales: `[..., N, K/32]` float8_e8m0fnu, or uint8 with the same bits.
+        gated: True for `w13`, whose rows are gate, then up, or up, then gate.
+
+    Returns:
+        `PackedWeights` on the same device.
+
+    Raises:
+        ValueError: a shape, type or device is wrong, a scale is NaN, or the exponents of a block
+            span more than 14; the message names the argument or the block.
+    """
+    _check(packed, scales)
+    *leading, n, half = packed.shape
+    if gated and n % (2 * BLOCK):
+        raise ValueError(f"packed: expected N a multiple of {2 * BLOCK} with gated, got N={n}")
+    of_blocks = (*leading, n // BLOCK, 2 * half // BLOCK)
+    blocks = packed.new_empty((*of_blocks, PACKED_BYTES), dtype=torch.uint8)
+    block_scales = packed.new_empty(of_blocks, dtype=torch.float32)
+    for place in _matrices(packed):
+        matrix = Matrix(packed[place], scales[place])
+        top = matrix.top()
+        # (N/128, 128, K/128, 4); a group of zeros has any exponent
+        exponents = (matrix.power - (top - SPAN)[:, None, :, None]).masked_fill(
+            ~matrix.counts, SPAN
+        )
+        wrong = (exponents < 0).any(3).any(1)
+        if blocks_spanning := wrong.nonzero().tolist():
+            first = tuple(blocks_spanning[0])
+            raise ValueError(
+                f"packed: the exponents of {len(blocks_spanning)} blocks of 128 x 128 span more "
+                f"than {SPAN}, which e4m3 cannot hold; the first is block {(*place, *first)} of "
+                f"{described(packed)}, which spans {int(matrix.span()[first])}"
+            )
+        slabs = blocks[place].view(*top.shape, 2, -1)
+        slabs[..., :SLAB_VALUES] = _values(packed[place], gated).view(*top.shape, 2, -1)
+        slabs[..., SLAB_VALUES:] = _exponents(exponents, gated).view(*top.shape, 2, -1)
+        block_scales[place] = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - HIGHEST)
+    return PackedWeights(blocks, block_scales, gated)
+
+
+def _values(packed: torch.Tensor, gated: bool) -> torch.Tensor:
+    """Return the bytes of a matrix's values `[N, K/2]` as a block has them."""
+    # Four values of a row and group: (N, K/128, group, half, q)
+    fours = packed.view(torch.int16).view(len(packed), -1, 4, 2, 4)
+    # (N/128, slab, warp, row, r, K/128, group, half, q) -> by block, slab, row, thread, group, half
+    fours = _by_thread(fours, gated).permute(0, 5, 1, 3, 2, 4, 8, 6, 7)
+    words = fours.contiguous().view(torch.int32)
+    signs = _spread(words) | _spread(words >> 16) << 4
+    return (words & 0x77777777 | signs).view(torch.uint8)
+
+
+def _exponents(exponents: torch.Tensor, gated: bool) -> torch.Tensor:
+    """Return the bytes of a matrix's exponents `(N/128, 128, K/128, 4)` as a block has them."""
+    exponents = exponents.flatten(0, 1).to(torch.uint8)
+    exponents = torch.where(exponents < SMALL, exponents | IS_SMALL, exponents)
+    # (N/128, slab, warp, row, r, K/128, group) -> by block, slab, warp, r, row, group
+    return _by_thread(exponents, gated).permute(0, 5, 1, 2, 4, 3, 6).contiguous()
+
+
+def _by_thread(rows: torch.Tensor, gated: bool) -> torch.Tensor:
+    """View `(N, ...)` as `(N/128, slab, warp, row, r, ...)`."""
+    rest = rows.shape[1:]
+    if not gated:
+        return rows.view(-1, 2, 4, 2, 8, *rest)
+    return rows.view(2, -1, 2, 4, 8, *rest).movedim(0, 3)
+
+
+def _spread(words: torch.Tensor) -> torch.Tensor:
+    """Move bits 3, 7, 11 and 15 to bits 3, 11, 19 and 27; drop the others."""
+    words = words & 0x0088 | (words & 0x8800) << 8
+    return words & 0x00080008 | (words & 0x00800080) << 4
+
+
+def unpack(weights: PackedWeights) -> torch.Tensor:
+    """Return the FP8 values that the kernels make of packed weights, `[L, N, K]` float8_e4m3fn.
+
+    Raises:
+        ValueError: an exponent's byte is none of `pack_mxfp4`'s.
+    """
+    *leading, n_blocks, k_blocks, _ = weights.blocks.shape
+    slabs = weights.blocks.view(-1, n_blocks, k_blocks, 2, PACKED_BYTES // 2)
+    stored = slabs[..., SLAB_VALUES:].reshape(-1, n_blocks, k_blocks, 2, 4, 8, 2, 4)
+    exponents = stored & ~IS_SMALL
+    if bool(((exponents > SPAN) | ((exponents < SMALL) != (stored >= IS_SMALL))).any()):
+        raise ValueError("blocks: expected exponents as `pack_mxfp4` writes them, got other bytes")
+    words = slabs[..., :SLAB_VALUES].contiguous().view(torch.int32)
+    # (L, N/128, K/128, slab, row, warp, r, q, group)
+    words = words.view(-1, n_blocks, k_blocks, 2, 2, 4, 8, 4, 4)
+    value = torch.arange(8, dtype=torch.int32, device=words.device)
+    words = words.unsqueeze(-1)
+    codes = words >> 4 * value & 7  # (..., value)
+    negative = (words >> (8 * (value % 4) + 3 + 4 * (value // 4)) & 1).bool()
+    magnitudes = torch.tensor(E2M1, device=words.device)[codes.long()]
+    # (L, N/128, K/128, slab, row, warp, r, 1, group, 1)
+    power = (exponents.permute(0, 1, 2, 3, 6, 4, 5, 7).int() - SPAN + HIGHEST)[..., None, :, None]
+    signed = torch.ldexp(torch.where(negative, -magnitudes, magnitudes), power)
+    # (L, N/128, K/128, slab, row, warp, r, q, group, half, value)
+    signed = signed.unflatten(-1, (2, 4))
+    rows = (4, 1, 3, 5, 6) if weights.gated else (1, 3, 5, 4, 6)
+    by_row = signed.permute(0, *rows, 2, 8, 9, 7, 10)
+    return by_row.reshape(*leading, n_blocks * BLOCK, k_blocks * BLOCK).to(torch.float8_e4m3fn)
+
+
+# --- re-encoded as FP8 --------------------------------------------------------------------------
 
 
 def from_mxfp4(
