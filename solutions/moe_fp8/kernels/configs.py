@@ -29,7 +29,9 @@ MAX_CONSUMER_REGISTERS = 240
 """Registers of a consumer thread, at most. It binds with one warpgroup; more have less left."""
 CONVERTER_REGISTERS = 56
 """Registers of a thread that converts packed weights."""
-MAX_CONSUMER_WARPGROUPS = 4
+PACKED_REGISTERS = 32
+"""Registers of a consumer thread for packed weights as FP8: 64 rows of two blocks."""
+MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
 MAX_SFB = 128
@@ -181,8 +183,8 @@ class GemmConfig:
 
     @property
     def sfb_halves(self) -> int:
-        """Weight scales of one K block of a tile: one, or those of up and of gate."""
-        return 2 if self.quantises else 1
+        """Weight scales of one K block of a tile: one, those of up and of gate, or of two blocks."""
+        return 2 if self.quantises or self.packed and self.tile_n > BLOCK else 1
 
     @property
     def channels(self) -> int:
@@ -295,7 +297,7 @@ class GemmConfigSm90(GemmConfig):
         slices: empty 64-row slices of a tile are not loaded. Without `swap_ab` and `gathers`, with
             more than 64 rows.
         packed: weights are MXFP4, packed by `moe_fp8.pack_mxfp4`. With `swap_ab` the consumers make
-            FP8 fragments of them in registers: tile_m is a multiple of 8 up to 64, tile_n 256, and
+            FP8 fragments of them in registers: tile_m is a multiple of 8 up to 80, tile_n 256, and
             there is no cluster. Otherwise two warpgroups of converters fill the stages: tile_m is
             64 or 128, tile_n 128, and clusters are (1, 1) or (1, 2).
     """
@@ -310,7 +312,7 @@ class GemmConfigSm90(GemmConfig):
         rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
         columns = (BLOCK,) if self.quantises else (64, BLOCK)
         if self.packed:
-            rows = tuple(range(8, 72, 8)) if self.swap_ab else (64, 128)
+            rows = tuple(range(8, 88, 8)) if self.swap_ab else (64, 128)
             columns = (2 * BLOCK,) if self.swap_ab else (BLOCK,)
         self.check(tile_m=rows, tile_n=columns)
         if self.packed and self.cluster_size > (1 if self.swap_ab else self.cluster_n):
@@ -333,8 +335,14 @@ class GemmConfigSm90(GemmConfig):
 
     @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that issue WGMMA, each for 64 rows of a tile's MMA."""
-        return (self.tile_n if self.swap_ab else self.tile_m) // WGMMA_M
+        """Warpgroups that issue WGMMA, each for 64 rows of a tile's MMA, or of its two blocks."""
+        rows = self.tile_n if self.swap_ab else self.tile_m
+        return rows // self.blocks_of_warpgroup // WGMMA_M
+
+    @property
+    def blocks_of_warpgroup(self) -> int:
+        """Blocks of 128 columns of which a warpgroup has 64 rows, with `swap_ab`."""
+        return max(self.tile_n // BLOCK, 1) if self.swap_ab else 1
 
     @property
     def converter_warpgroups(self) -> int:  # type: ignore[override]
@@ -355,9 +363,10 @@ class GemmConfigSm90(GemmConfig):
 
     @property
     def acc_registers(self) -> int:
-        """Registers of a consumer thread for the sum and for one or two K blocks."""
+        """Registers of a consumer thread for the sum and for one or two K blocks, and for A."""
         values = self.tile_m * self.tile_n // (self.consumer_warpgroups * WARPGROUP)
-        return values * (3 if self.overlap else 2)
+        weights = PACKED_REGISTERS if self.packed and self.swap_ab else 0
+        return values * (3 if self.overlap else 2) + weights
 
     @property
     def staging_bytes(self) -> int:

@@ -119,6 +119,7 @@ class StoreBf16:
     def __init__(self, config: Any, acc_map: Any, n: int):
         self.config, self.acc_map, self.n = config, acc_map, n
         self.smem_elements = config.tile_m * config.tile_n
+        self.ragged_n = n % config.tile_n != 0
 
     def output(self, out: cute.Tensor) -> Output:
         """Make the views of `out` (rows, n) bf16."""
@@ -167,7 +168,7 @@ class StoreBf16:
         # (values of a thread,): in the order of `acc` and of rD
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in cutlass.range(cute.size(acc), unroll_full=True):
-            rD[i] = BFloat16(flat_acc[i])
+            rD[i] = BFloat16(flat_acc[self.acc_map.staged_value(i)])
         # Must come before the copy, or it overwrites rows of the previous tile that TMA or, in
         # `_store_by_row`, another thread still reads.
         barrier.arrive_and_wait()
@@ -213,6 +214,8 @@ class StoreBf16:
         first = output.tensor.iterator + Int64(row) * self.n + tile.n_tile * tile_n
         for block in cutlass.range_constexpr(self.acc_map.staged_blocks):
             column = self.acc_map.first_column(warpgroup, block) + local % 8 * BF16_VECTOR
+            if cutlass.const_expr(self.ragged_n):  # the tile ends outside: no rows of this block
+                valid = cutlass.select_(tile.n_tile * tile_n + column < self.n, valid, Int32(0))
             for r in cutlass.range(local // 8, valid, WARPGROUP // 8, unroll=1):
                 # (8,): 16 bytes
                 source = cute.local_tile(

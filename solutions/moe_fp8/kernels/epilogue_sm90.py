@@ -211,7 +211,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
 class WholeSwigluSm90(SwigluEpilogue):
     """`SwigluEpilogue` where a CTA has all 128 columns of a scale: `swap_ab`, 256 weight columns.
 
-    Each warp has 8 of the columns. One thread of a token collects the maxima of all warps and
+    Each warp has 16 of the columns, 8 of each 64. One thread of a token collects the maxima of all warps and
     computes the scale and its reciprocal, which all others read.
     """
 
@@ -243,12 +243,14 @@ class WholeSwigluSm90(SwigluEpilogue):
         barrier = pipeline.NamedBarrier(barrier_id=NamedBarrierId.STAGING, num_threads=threads)
         # (values of a thread,), see `AccumulatorSm90`
         sums = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        c = cute.make_rmem_tensor(tokens, Float32)  # (tile_m / 4 tokens,), as the next one
+        c = cute.make_rmem_tensor((2, tokens), Float32)  # (64 columns, tile_m / 4 tokens)
         amax = cute.make_rmem_tensor(tokens, Float32)
         for i in cutlass.range_constexpr(tokens):
-            v = i % 2 + i // 2 * 4
-            c[i] = self.activated(sums, v, v + 2)
-            amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
+            amax[i] = Float32(0.0)
+            for m in cutlass.range_constexpr(2):
+                v = i % 2 + i // 2 * 4 + m * self.acc_map.block_values
+                c[m, i] = self.activated(sums, v, v + 2)
+                amax[i] = cute.arch.fmax(amax[i], cute.math.absf(c[m, i]))  # passes over a NaN
         self._keep_maxima(staging, amax, thread)
         # Must come before `_largest`, which reads the maxima of all warps, and before the writes to
         # `staging.rows`: all threads have stored the previous tile's.
@@ -264,14 +266,15 @@ class WholeSwigluSm90(SwigluEpilogue):
         barrier.arrive_and_wait()  # must come before the reads of the scales
         for i in cutlass.range_constexpr(tokens):
             token = self.acc_map.token(i, thread)
-            value = cute.make_tensor(c.iterator + i, cute.make_layout(1))
-            divide(value, staging.scale[0, token], inverse=staging.scale[1, token])
-        quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (tile_m / 4 tokens,)
+            divide(c[None, i], staging.scale[0, token], inverse=staging.scale[1, token])
+        quantised = cute.make_rmem_tensor((2, tokens), Float8E4M3FN)
         for t in cutlass.range_constexpr(self.out_terms):
             self._next_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 token = self.acc_map.token(i, thread)
-                staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
+                for m in cutlass.range_constexpr(2):
+                    column = m * (BLOCK // 2) + warp * 8 + lane // 4
+                    staging.rows[token, column, t] = quantised[m, i]
         # Must come before the stores, which read what all warps have staged, and before the next
         # tile's maxima: all threads have read these.
         barrier.arrive_and_wait()
@@ -281,7 +284,7 @@ class WholeSwigluSm90(SwigluEpilogue):
 
     @cute.jit
     def _keep_maxima(self, staging: WholeStaging, amax: cute.Tensor, thread: Int32):
-        """Write the maximum of each token over this warp's 8 columns, which the eight lanes with
+        """Write the maximum of each token over this warp's columns, which the eight lanes with
         equal lane % 4 have."""
         lane, warp = thread % WARP, thread // WARP
         bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`

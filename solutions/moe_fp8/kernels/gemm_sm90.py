@@ -315,16 +315,12 @@ class GemmSm90:
         # (ceil(k_blocks / 32), halves): lane l has K blocks l, l + 32, ...
         next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
         if linear < total:
-            self._load_sfb(next_sfb, sfb, tile, consumer)
+            self._load_sfb(next_sfb, sfb, tile)
             self._keep_sfb(sSFB_warp, next_sfb)
         stored = Int32(0)
         while linear < total:
             # False where the expert ends before this warpgroup's rows.
             has_rows = tile.rows > self.acc_map.first_token(consumer)
-            if cutlass.const_expr(self.in_registers and self.n % c.tile_n != 0):
-                # Or the output before this warpgroup's columns.
-                first_column = tile.n_tile * c.tile_n + self.acc_map.first_column(consumer, 0)
-                has_rows = has_rows and first_column < self.n
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     copy_channels(c, self.n, sfb, channels, tile)
@@ -347,7 +343,7 @@ class GemmSm90:
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
             # Find the next tile and ask for its scales now: both take long, the store hides them.
             following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
-            self._load_sfb(next_sfb, sfb, following, consumer)
+            self._load_sfb(next_sfb, sfb, following)
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     scale_channels(acc, self.acc_map, channels, thread)
@@ -438,16 +434,17 @@ class GemmSm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def _promote(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor):
-        """Compute acc += scale * accum, with the scale of each value's token and half."""
+    def _promote(self, acc: cute.Tensor, accum: cute.Tensor, scales: cute.Tensor, first: int = 0):
+        """Compute acc += scale * accum, with the scale of each value's token and half. `first`:
+        the value of `acc` that `accum` begins at."""
         # (tile values / threads): value v of a thread, see `AccumulatorSm90`
         flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         flat_accum = cute.make_tensor(accum.iterator, cute.make_layout(cute.size(accum)))
         # Unrolled: registers have no addresses, so every index must be a constant.
         for v in cutlass.range(cute.size(accum), unroll_full=True):
-            half = self.acc_map.half(v) if self.halves > 1 else 0
-            scale = scales[self.acc_map.scale_index(v), half]
-            flat_acc[v] = cute.math.fma(flat_accum[v], scale, flat_acc[v])
+            half = self.acc_map.half(first + v) if self.halves > 1 else 0
+            scale = scales[self.acc_map.scale_index(first + v), half]
+            flat_acc[first + v] = cute.math.fma(flat_accum[v], scale, flat_acc[first + v])
 
     def _stage(self, state, i: int):
         """Return the state `i` stages after `state`, which begins an iteration of the main loop."""
@@ -499,91 +496,96 @@ class GemmSm90:
     def _packed_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
         """Compute the sum as `_mainloop` does, with A in registers: FP8 values of packed weights.
 
-            issue      kb 0    kb 1    kb 2
-            convert    kb 1    kb 2    kb 3     while the WGMMA run
-            promote    kb 0    kb 1    kb 2     when they are done
+        A warpgroup has 64 rows of both 128-row blocks of the tile, m = 0 and 1. While the WGMMA of
+        one run, the values of the other are converted:
 
-        A fragment may not change before its WGMMA are done, so K blocks alternate between two.
+            issue      m 0           m 1                 | m 0           m 1
+            convert         m 1           m 0 of kb + 1  |      m 1           m 0 of kb + 2
+            promote                  m 0             m 1 |               m 0              m 1
+
+        Nothing is in flight at the end of an iteration, as in `_overlapped_mainloop`.
         """
-        # ((4 columns, 2 rows, 2 halves), 1, 4) e4m3
-        shape = self.tiled_mma.partition_shape_A((self.config.tile_n, BLOCK))
-        frags = [cute.make_rmem_tensor(shape, Float8E4M3FN) for _ in range(2)]
-        accum = cute.make_rmem_tensor(acc.shape, Float32)
+        # ((4 columns, 2 rows, 2 halves), 1, 4) e4m3 each
+        shape = self.tiled_mma.partition_shape_A((self.config.tile_n // 2, BLOCK))
+        tCrA = [cute.make_rmem_tensor(shape, Float8E4M3FN) for _ in range(2)]
+        # ((2 tokens, 2 rows, tile_m / 8), 1, 1) each
+        shape = self.tiled_mma.partition_shape_C((self.config.tile_n // 2, self.config.tile_m))
+        accums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
         scales = cute.make_rmem_tensor((self.acc_map.thread_tokens, self.halves), Float32)
+        buffers = tCrA, accums, scales
         acc.fill(0.0)
         operands.ab_pipeline.consumer_wait(state)
-        self.load.a_loader.fence_loaded()
-        self._convert(frags[0], operands, state.index, thread)
-        behind = 2 - self.k_blocks % 2  # K blocks behind the loop, the last of which is alone
-        for first in cutlass.range(0, self.k_blocks - behind, 2, unroll=1):
-            for i in cutlass.range_constexpr(2):
-                buffers = accum, scales, frags[i], frags[1 - i]
-                state = self._packed_block(operands, state, acc, thread, first + i, buffers)
-        for i in cutlass.range_constexpr(behind):
-            buffers = accum, scales, frags[i], None if i + 1 == behind else frags[1 - i]
-            kb = Int32(self.k_blocks - behind + i)
-            state = self._packed_block(operands, state, acc, thread, kb, buffers)
-        return state
+        self._convert(tCrA[0], operands, state.index, thread, 0)
+        for kb in cutlass.range(self.k_blocks - 1, unroll=1):
+            state = self._packed_block(operands, state, acc, thread, kb, buffers, False)
+        last = Int32(self.k_blocks - 1)
+        return self._packed_block(operands, state, acc, thread, last, buffers, True)
 
     @cute.jit
-    def _packed_block(self, operands, state, acc, thread: Int32, kb: Int32, buffers: tuple):
-        """Compute one K block and convert the next one; return the pipeline's state after it."""
+    def _packed_block(self, operands, state, acc, thread, kb: Int32, buffers: tuple, last: bool):
+        """Compute a K block whose m = 0 is converted, and convert m = 0 of the next one; return the
+        pipeline's state after it."""
         ab_pipeline = operands.ab_pipeline
-        accum, scales, tCrA, next_tCrA = buffers
+        tCrA, accums, scales = buffers
         following = state.clone()
         following.advance()
-        # Must come before the WGMMA, or nothing hides the latency of these loads.
+        self.load.a_loader.fence_loaded()  # as in `_mainloop`
+        self._issue_wgmma(accums[0], operands, state.index, tCrA[0])
+        # The conversion hides the latency of these loads.
         self._load_scales(scales, operands, thread, kb, state.index)
-        self._issue_wgmma(accum, operands, state.index, tCrA)
-        if cutlass.const_expr(next_tCrA is not None):
+        self._convert(tCrA[1], operands, state.index, thread, 1)
+        self._issue_wgmma(accums[1], operands, state.index, tCrA[1])
+        # Must come before the conversion, or it overwrites values that WGMMA still reads.
+        warpgroup.wait_group(1)
+        self._promote(acc, accums[0], scales)
+        if cutlass.const_expr(not last):
             ab_pipeline.consumer_wait(following)
-            self.load.a_loader.fence_loaded()
-            self._convert(next_tCrA, operands, following.index, thread)
+            self._convert(tCrA[0], operands, following.index, thread, 0)
         # Must come before the release, or TMA overwrites tokens that WGMMA still reads. The loads
-        # of weights are done: their values were converted.
+        # of weights are done, since their values were converted; those of scales as in `_mainloop`.
         warpgroup.wait_group(0)
         ab_pipeline.consumer_release(state)
-        self._promote(acc, accum, scales)
+        self._promote(acc, accums[1], scales, cute.size(accums[0]))
         return following
 
     @cute.jit
-    def _convert(self, tCrA: cute.Tensor, operands: TileOperands, stage: Int32, thread: Int32):
-        """Make this thread's FP8 values of a stage's packed weights."""
+    def _convert(self, tCrA, operands: TileOperands, stage: Int32, thread: Int32, m: int):
+        """Make this thread's FP8 values of a stage's packed block `m`."""
         raw = cute.make_rmem_tensor((GROUPS, 2), Int32)  # (group, row): eight values each
         exponents = cute.make_rmem_tensor(2, Int32)  # (row,): a byte for each group
-        slab = operands.tCrA[None, stage].iterator + thread // WARPGROUP * SLAB_WORDS
-        load_slab(slab, thread % WARPGROUP, raw, exponents)
-        words = cute.recast_tensor(tCrA, Int32)
+        slab = m * (self.config.tile_n // BLOCK) + thread // WARPGROUP  # half of a block
+        slab = cute.assume(slab * SLAB_WORDS, divby=4)
+        load_slab(operands.tCrA[None, stage].iterator + slab, thread % WARPGROUP, raw, exponents)
         # (row, half, group)
-        words = cute.make_tensor(words.iterator, cute.make_layout((2, 2, GROUPS)))
+        words = cute.make_tensor(
+            cute.recast_tensor(tCrA, Int32).iterator, cute.make_layout((2, 2, GROUPS))
+        )
         to_e4m3(words, raw, exponents)
 
     # --- weight scales of a tile ----------------------------------------------------------------
 
     @cute.jit
-    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile, consumer: Int32):
+    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
         """Load the weight scales of a tile's columns to registers; a consumer warp."""
         if cutlass.const_expr(self.config.per_channel):
             # The main loop must have a factor, or ptxas spills sums of 192x128 tiles.
             next_sfb.fill(1.0)
         else:
             for half in cutlass.range_constexpr(self.halves):
-                # (k_blocks)
-                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half, consumer), None]
+                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half), None]  # (k_blocks)
                 for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
                     kb = i * WARP + cute.arch.lane_idx()
                     if kb < self.k_blocks:
                         next_sfb[i, half] = float_scale(row[kb])
 
-    def _sfb_row(self, n_tile: Int32, half: int, consumer: Int32) -> Int32:
-        """Return the row of SFB for a warpgroup's columns, with `quantises` for those of a half."""
+    def _sfb_row(self, n_tile: Int32, half: int) -> Int32:
+        """Return the row of SFB for a tile's columns, or for those of one half."""
         c = self.config
         if c.quantises:
             return (half * (self.n // 2) + n_tile * (c.tile_n // 2)) // BLOCK
         column = n_tile * c.tile_n
-        if c.tile_n > BLOCK:
-            column = column + self.acc_map.first_column(consumer, 0)
-            return cutlass.min(column, self.n - 1) // BLOCK  # the tile may end outside
+        if c.tile_n > BLOCK:  # a half is a block
+            return cutlass.min(column + half * BLOCK, self.n - 1) // BLOCK  # may lie outside
         if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
             column = cutlass.min(column, self.n - 1)  # a CTA of the cluster may lie outside
         return column // BLOCK
@@ -629,7 +631,10 @@ class AccumulatorSm90:
         self.neighbour_columns = 1 if self.swap_ab else 2
         self.shape = self.mma_order(config.tile_m, config.tile_n)  # (M, N) of all warpgroups' MMA
         self.staged_rows = config.tile_m if self.swap_ab else WGMMA_M
-        self.staged_blocks = 1 if self.swap_ab else config.tile_n // EPILOGUE_N
+        self.staged_blocks = config.tile_n // EPILOGUE_N
+        if self.swap_ab:
+            self.staged_blocks = config.blocks_of_warpgroup
+        self.block_values = config.tile_m // 2  # of a thread, for one WGMMA, with swap_ab
 
     def mma_order(self, tokens: Any, weights: Any) -> tuple[Any, Any]:
         """Return (A, B) of the MMA."""
@@ -656,16 +661,19 @@ class AccumulatorSm90:
 
     def scale_index(self, v: int) -> int:
         """Return which of a thread's token scales value `v` takes."""
-        return v // 4 * 2 + v % 2 if self.swap_ab else v // 2 % 2
+        return v % self.block_values // 4 * 2 + v % 2 if self.swap_ab else v // 2 % 2
 
     def column(self, v: int, thread: Int32) -> Int32:
         """Return the column in the tile of value `v`."""
         if self.swap_ab:
-            return thread // WARP * 16 + thread % WARP // 4 + 8 * (v // 2 % 2)
+            column = thread // WARP * 16 + thread % WARP // 4 + 8 * (v // 2 % 2)
+            return column + v // self.block_values * BLOCK
         return v // 4 * 8 + thread % 4 * 2 + v % 2
 
     def half(self, v: int) -> int:
         """Return 0 if value `v` belongs to the weights' first half, 1 if to the second half."""
+        if self.config.tile_n > BLOCK and not self.config.quantises:
+            return v // self.block_values
         return v // 2 % 2 if self.swap_ab else v // (self.config.tile_n // 4)
 
     def first_token(self, consumer: Int32) -> Int32:
@@ -674,7 +682,7 @@ class AccumulatorSm90:
 
     def first_column(self, consumer: Int32, block: int) -> Int32:
         """Return the first column in the tile of a warpgroup's staged block."""
-        return consumer * WGMMA_M if self.swap_ab else Int32(block * EPILOGUE_N)
+        return consumer * WGMMA_M + block * BLOCK if self.swap_ab else Int32(block * EPILOGUE_N)
 
     def staging_layout(self) -> Any:
         """Return the staging buffer in accumulator coordinates; a token's columns lie together."""
@@ -688,6 +696,16 @@ class AccumulatorSm90:
         """Return the distances, in blocks, between a warpgroup's first block and the
         next one's, and between a warpgroup's blocks."""
         return 1, self.config.consumer_warpgroups
+
+    def staged_value(self, i: Int32) -> Int32:
+        """Return the value that is the i-th of `staged_copy`, which copies some values of each of
+        the warpgroup's blocks before it goes on to the next tokens."""
+        blocks = self.config.blocks_of_warpgroup
+        if blocks == 1:
+            return i
+        at_once = 4 if self.config.tile_m % 16 else 8  # of an stmatrix
+        block, tokens = i // at_once % blocks, i // at_once // blocks
+        return block * self.block_values + tokens * at_once + i % at_once
 
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
         """Return the copy of a thread's rounded values to the staging buffer."""

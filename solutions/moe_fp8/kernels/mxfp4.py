@@ -71,14 +71,14 @@ def to_e4m3(words: cute.Tensor, raw: cute.Tensor, exponents: cute.Tensor):
         raw: (group, row) i32, eight values each.
         exponents: (row,) i32, a byte for each group.
     """
-    for row in cutlass.range_constexpr(2):
-        for group in cutlass.range_constexpr(GROUPS):
-            exponent = _byte(exponents[row], group)
-            low = exponent * i32(STEP_LOW) + i32(BASE_LOW)
-            high = exponent * i32(STEP_HIGH) + i32(BASE_HIGH)
-            _look_up(words, raw, row, group, low, high)
-    # Rare: a block whose exponents span more than 11.
-    if (exponents[0] | exponents[1]) & i32(ANY_SMALL) != 0:
+    if (exponents[0] | exponents[1]) & i32(ANY_SMALL) == 0:
+        for row in cutlass.range_constexpr(2):
+            for group in cutlass.range_constexpr(GROUPS):
+                exponent = _byte(exponents[row], group)
+                low = exponent * i32(STEP_LOW) + i32(BASE_LOW)
+                high = exponent * i32(STEP_HIGH) + i32(BASE_HIGH)
+                _look_up(words, raw, row, group, low, high)
+    else:  # rare: a block whose exponents span more than 11
         for row in cutlass.range_constexpr(2):
             for group in cutlass.range_constexpr(GROUPS):
                 exponent = _byte(exponents[row], group) & 0x7F
@@ -90,7 +90,7 @@ def to_e4m3(words: cute.Tensor, raw: cute.Tensor, exponents: cute.Tensor):
                 _look_up(words, raw, row, group, low, high)
 
 
-def _look_up(words: cute.Tensor, raw: cute.Tensor, row: int, group: int, low, high) -> None:
+def _look_up(words, raw, row: int, group: int, low: Int32, high: Int32) -> None:
     """Write the eight FP8 values of a word, by the table of its exponent."""
     eight = raw[group, row]
     selector = eight & MAGNITUDES
@@ -108,7 +108,7 @@ def _byte(word: Int32, i: int) -> Int32:
 def _permute(low: Int32, high: Int32, selector: Int32) -> Int32:
     """Return the bytes of the pair that the four lowest nibbles of `selector` choose.
 
-    As `cute.arch.prmt`, but without side effects, so that the compiler may move it.
+    Unlike `cute.arch.prmt` it has no side effects, so the compiler may move it.
     """
     return Int32(
         llvm.inline_asm(
@@ -135,8 +135,9 @@ def load_slab(slab: cute.Pointer, thread: Int32, raw: cute.Tensor, exponents: cu
     """
     for row in cutlass.range_constexpr(2):
         # Consecutive threads read consecutive 16 bytes.
-        load(slab + (row * WARPGROUP + thread) * GROUPS, raw[None, row])
-    load(slab + (EXPONENT_WORD + thread // 4 * 2), exponents)
+        place = cute.assume((row * WARPGROUP + thread) * GROUPS, divby=GROUPS)
+        load(slab + place, raw[None, row])
+    load(slab + cute.assume(EXPONENT_WORD + thread // 4 * 2, divby=2), exponents)
 
 
 # --- as they are, to shared memory --------------------------------------------------------------
