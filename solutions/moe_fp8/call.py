@@ -268,6 +268,7 @@ class Form:
     weight_scale: torch.dtype = torch.float32  # or float8_e8m0fnu, exponents alone
     per_channel: bool = False  # weights have a scale for each row, not for each block
     batched: bool = False  # tokens are sorted by expert, with counts: `BatchedInputs`
+    packed: bool = False  # weights are MXFP4, packed by `mxfp4.pack_mxfp4`
 
     @property
     def has_scales(self) -> bool:

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 
-from ..call import ALIGNMENT, BLOCK, TMA_ROWS, Form, MoeShape, round_up
+from ..call import ALIGNMENT, BLOCK, PACKED_BYTES, TMA_ROWS, Form, MoeShape, round_up
 from .combine import Combine
 from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
@@ -178,7 +178,7 @@ class FusedMoe:
         scaling,
         x: cute.Tensor,  # (tokens, H) e4m3 or bf16
         x_scale: cute.Tensor | None,  # (H / 128, tokens) f32 of any strides, None with bf16
-        w13: cute.Tensor,  # (local, 2 I, H) e4m3
+        w13: cute.Tensor,  # (local, 2 I, H) e4m3, or packed blocks: `GemmSm90.launch`
         w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32 or e8m0, or (local, 2 I, 1)
         w2: cute.Tensor,  # (local, H, I) e4m3
         w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32 or e8m0, or (local, H, 1)
@@ -247,6 +247,8 @@ class ExpertGemms:
             raise ValueError(
                 f"{config1}: expected quantises={config2.terms}, the terms of GEMM2 ({config2})"
             )
+        if config1.packed != config2.packed:
+            raise ValueError(f"{config1}, {config2}: expected packed weights of both GEMMs or none")
         h, i, local = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
         self.local, self.num_sms = local, num_sms
         # Only a dynamic GEMM2 computes while GEMM1 runs: its CTAs start at different times.
@@ -343,7 +345,7 @@ class BatchedExperts:
         x: cute.Tensor,  # (local, R, H) e4m3 or bf16
         x_scale: cute.Tensor | None,  # (local, R, H / 128) f32 of any strides, None with bf16
         num_tokens: cute.Tensor,  # (local,) i32
-        w13: cute.Tensor,  # (local, 2 I, H) e4m3
+        w13: cute.Tensor,  # (local, 2 I, H) e4m3, or packed blocks: `GemmSm90.launch`
         w13_scale: cute.Tensor,  # (local, 2 I / 128, H / 128) f32 or e8m0, or (local, 2 I, 1)
         w2: cute.Tensor,  # (local, H, I) e4m3
         w2_scale: cute.Tensor,  # (local, H / 128, I / 128) f32 or e8m0, or (local, H, 1)
@@ -395,10 +397,13 @@ def describe_fused(
     if form.per_channel:
         scales, align = ((2 * i, 1), (h, 1)), ALIGNMENT
         config1, config2 = (replace(config, per_channel=True) for config in (config1, config2))
+    values = [Tensor(Float8E4M3FN, (local, n, k)) for n, k in ((2 * i, h), (h, i))]
+    if form.packed:
+        values = [Tensor(Uint8, (local, n, k, PACKED_BYTES)) for n, k in scales]
     weights = (
-        Tensor(Float8E4M3FN, (local, 2 * i, h)),
+        values[0],
         Tensor(scale, (local, *scales[0]), align),
-        Tensor(Float8E4M3FN, (local, h, i)),
+        values[1],
         Tensor(scale, (local, *scales[1]), align),
     )
     parameters = (shape, config1, config2, num_sms, form.gate_first)
