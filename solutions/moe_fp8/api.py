@@ -138,16 +138,18 @@ def fused_moe(
         gemm2_weights_scale: `[L, H/128, I/128]` of the same type; per row `[L, H]` or `[L, H, 1]`.
         local_expert_offset: the first local expert.
         routed_scaling_factor: a factor of all routing weights.
-        n_group, topk_group, top_k: groups of experts, chosen groups and chosen experts of a token.
+        n_group: groups of experts.
+        topk_group: chosen groups of a token.
+        top_k: chosen experts of a token.
         gate_first: rows of gate lie above those of up in `gemm1_weights` and their scales, as
             checkpoints have them. Costs nothing, changes no bit.
         accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
             1e-6 instead of 3e-4; see `v6_fused_hifi` for the cost.
-        swiglu_limit, swiglu_alpha, swiglu_beta: an expert's activation is
-            `gate * sigmoid(alpha * gate) * (up + beta)`, with gate clamped to at most the limit and
-            up to -limit ... limit; a NaN stays a NaN. None is no limit. The numbers are finite, at
-            most 1e38 in magnitude, and the limit is positive. Each triple has its own compiled
-            kernels.
+        swiglu_limit: positive; gate is clamped to at most the limit and up to -limit ... limit; a
+            NaN stays a NaN. None is no limit.
+        swiglu_alpha: an expert's activation is `gate * sigmoid(alpha * gate) * (up + beta)`.
+        swiglu_beta: beta in that formula. The three numbers are finite, at most 1e38 in magnitude.
+            Each triple has its own compiled kernels.
         ue8m0: round the layer's own scales, those of bfloat16 tokens and of the intermediate, up to
             powers of two. Models with the `scale_fmt` "ue8m0" were trained like that.
         out: `[T, H]` bfloat16, written and returned; None: a new tensor. It must not share memory
@@ -217,7 +219,8 @@ def experts(
     nothing, whatever its number. A weight may be 0; a shared expert is one more id.
 
     T tokens with K experts each (K up to 31), E experts, L of them local, width H, expert width I;
-    H and I are multiples of 128. Streams, graphs, NaN and memory are as in `fused_moe`.
+    H and I are multiples of 128. Streams, graphs, NaN, memory and the options that are not listed
+    are as in `fused_moe`.
 
     Args:
         topk_ids: `[T, K]` int32 or int64. Without a map id `local_expert_offset + e` is local
@@ -237,7 +240,6 @@ def experts(
         local_expert_offset: the first local id; 0 with a map.
         num_experts: E, the number of ids; by default the length of the map, or L without a map. It
             chooses the kernels' tiles, by the rows to expect of an expert, and changes no bit.
-        accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
         out: `[T, H]` bfloat16, as in `fused_moe`.
 
     Returns:
@@ -300,9 +302,9 @@ def batched_experts(
 
     L local experts with R rows each, width H, expert width I; H and I are multiples of 128, and R
     is at most min(2^22, 2^24 / L, (2^31 - 1) / I). The counts stay on the GPU: a captured call
-    serves any counts. Streams, graphs and NaN are as in `fused_moe`. In addition to the output a
-    call needs `L R (I + I/32 + H/32)` bytes, `L R H` more with bfloat16 tokens, `L R I` more if
-    `accurate`.
+    serves any counts. Streams, graphs, NaN and the options that are not listed are as in
+    `fused_moe`. In addition to the output a call needs `L R (I + I/32 + H/32)` bytes, `L R H` more
+    with bfloat16 tokens, `L R I` more if `accurate`.
 
     Args:
         x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
@@ -318,7 +320,6 @@ def batched_experts(
             it chooses the kernels' tiles. It changes no bit. If it is given, later calls cost the
             host less.
         gate_first: False if rows of up lie above those of gate in `w13` and `w13_scale`.
-        accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0: as in `fused_moe`.
         out: `[L, R, H]` bfloat16, as in `fused_moe`.
 
     Returns:

@@ -411,11 +411,16 @@ def combine(
 
 
 def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise activations: one scale per row and 128 columns, a power of two (rounded up) with
-    `ue8m0`.
+    """Quantise activations: one scale per row and 128 columns.
 
-    `[T, H]` of any floating-point type becomes `[T, H]` float8_e4m3fn and `[H/128, T]` float32. The
-    scale maps a block's largest magnitude to FP8's largest value.
+    The scale maps a block's largest magnitude to FP8's largest value.
+
+    Args:
+        x: `[T, H]` of any floating-point type.
+        ue8m0: round scales up to powers of two.
+
+    Returns:
+        `[T, H]` float8_e4m3fn and `[H/128, T]` float32.
 
     Raises:
         ValueError: x is no floating-point matrix, or H is no multiple of 128.
@@ -436,9 +441,13 @@ def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, t
 def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per block of 128 x 128.
 
-    `[..., N, K]` of any floating-point type becomes `[..., N, K]` float8_e4m3fn and
-    `[..., N/128, K/128]` float32. The scale maps a block's largest magnitude to FP8's largest
-    value.
+    The scale maps a block's largest magnitude to FP8's largest value.
+
+    Args:
+        w: `[..., N, K]` of any floating-point type.
+
+    Returns:
+        `[..., N, K]` float8_e4m3fn and `[..., N/128, K/128]` float32.
 
     Raises:
         ValueError: w has fewer than two dimensions or another type, or N or K is no multiple of
@@ -458,8 +467,13 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per row, an output channel.
 
-    `[..., N, K]` of any floating-point type becomes `[..., N, K]` float8_e4m3fn and `[..., N]`
-    float32. The scale maps a row's largest magnitude to FP8's largest value.
+    The scale maps a row's largest magnitude to FP8's largest value.
+
+    Args:
+        w: `[..., N, K]` of any floating-point type.
+
+    Returns:
+        `[..., N, K]` float8_e4m3fn and `[..., N]` float32.
 
     Raises:
         ValueError: w has fewer than two dimensions, no columns or another type.

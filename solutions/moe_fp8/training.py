@@ -56,11 +56,13 @@ def differentiable_experts(
     its experts' share of the gradients of tokens and routing weights. There is no second
     derivative.
 
+    Arguments that are not listed are those of `experts`.
+
     Args:
         x: `[T, H]` bfloat16. FP8 tokens are refused: no gradient could reach them.
-        master_w13, master_w2: bfloat16 or float32 tensors with the shapes of `w13` and `w2`, which
-            get the gradients of the weights; None if there are no master weights.
-        Others as in `experts`.
+        master_w13: a bfloat16 or float32 tensor with the shape of `w13`, which gets the gradient of
+            the weights; None if there are no master weights.
+        master_w2: the same for `w2`.
 
     Returns:
         `[T, H]` bfloat16.

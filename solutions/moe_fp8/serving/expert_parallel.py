@@ -66,14 +66,13 @@ def expert_parallel_moe(
     the CPU and waits for the other ranks' hosts; else ("nccl") it runs on the GPU and the host
     waits for the GPU.
 
+    Arguments that are not listed are those of `fused_moe`. The weights, their scales and
+    `gate_first` are of this rank's L experts. Numbers and options are equal on all ranks.
+
     Args:
-        routing_logits, hidden_states, hidden_states_scale: this rank's t tokens, as in `fused_moe`;
-            E is L times the ranks. bfloat16 tokens are quantised before the exchange.
-        routing_bias: as in `fused_moe`, equal on all ranks. This is not checked.
-        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, gate_first: this
-            rank's L experts, as in `fused_moe`.
-        routed_scaling_factor, n_group, topk_group, top_k, accurate, swiglu_limit, swiglu_alpha,
-            swiglu_beta, ue8m0: as in `fused_moe`, equal on all ranks.
+        routing_logits: `[t, E]` of this rank's t tokens; E is L times the ranks.
+        routing_bias: equal on all ranks. This is not checked.
+        hidden_states: `[t, H]` of this rank. bfloat16 tokens are quantised before the exchange.
         group: a process group, else the default group.
         buffer: a DeepEP buffer over the same group, see `deep_ep_buffer`. Its `dispatch` and
             `combine` for high throughput are called.
@@ -124,9 +123,14 @@ def expert_parallel_moe(
 def deep_ep_buffer(
     experts: int, hidden: int, group: dist.ProcessGroup | None = None
 ) -> "deep_ep.Buffer":
-    """Return a buffer for `expert_parallel_moe` with E experts and width H, on one host's GPUs.
+    """Return a DeepEP buffer for `expert_parallel_moe`, on one host's GPUs.
 
     Call its `destroy()` before the group is destroyed.
+
+    Args:
+        experts: E, the experts of all ranks.
+        hidden: H, the width of a token.
+        group: a process group, else the default group.
 
     Raises:
         ImportError: DeepEP is not installed.

@@ -64,10 +64,11 @@ def prepare(
 
     Args:
         function: `fused_moe`, `experts` or `batched_experts`.
-        *arguments, **options: the arguments of a call with at least one token. Later calls must
+        *arguments: the positional arguments of a call with at least one token. Later calls must
             have their types, layouts and sizes; their values do not matter.
         tokens: the most tokens of a call; for `batched_experts` the largest `expected_m`, with any
             number of rows.
+        **options: the other arguments of the call.
 
     Returns:
         The number of compiled kernels.
