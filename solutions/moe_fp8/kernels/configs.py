@@ -183,7 +183,7 @@ class GemmConfig:
 
     @property
     def sfb_halves(self) -> int:
-        """Weight scales of one K block of a tile: one, those of up and of gate, or of two blocks."""
+        """Weight scales of one K block of a tile: one, or two: of up and gate, or of two blocks."""
         return 2 if self.quantises or self.packed and self.tile_n > BLOCK else 1
 
     @property
@@ -309,8 +309,8 @@ class GemmConfigSm90(GemmConfig):
     packed: bool = False
 
     def __post_init__(self) -> None:
-        rows = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
-        columns = (BLOCK,) if self.quantises else (64, BLOCK)
+        rows: tuple[int, ...] = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
+        columns: tuple[int, ...] = (BLOCK,) if self.quantises else (64, BLOCK)
         if self.packed:
             rows = tuple(range(8, 88, 8)) if self.swap_ab else (64, 128)
             columns = (2 * BLOCK,) if self.swap_ab else (BLOCK,)

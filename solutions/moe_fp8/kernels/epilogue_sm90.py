@@ -211,8 +211,8 @@ class SwigluEpilogueSm90(SwigluEpilogue):
 class WholeSwigluSm90(SwigluEpilogue):
     """`SwigluEpilogue` where a CTA has all 128 columns of a scale: `swap_ab`, 256 weight columns.
 
-    Each warp has 16 of the columns, 8 of each 64. One thread of a token collects the maxima of all warps and
-    computes the scale and its reciprocal, which all others read.
+    Each warp has 16 of the columns, 8 of each 64. One thread of a token collects the maxima of all
+    warps and computes the scale and its reciprocal, which all others read.
     """
 
     def __init__(self, config: GemmConfigSm90, acc_map: Any, n: int, activation: Activation):
