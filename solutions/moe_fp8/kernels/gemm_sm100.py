@@ -661,6 +661,10 @@ class AccumulatorSm100:
         next one's, and between a warpgroup's blocks."""
         return self.staged_blocks, 1
 
+    def staged_value(self, i: Int32) -> Int32:
+        """Return the value that is the i-th of `staged_copy`."""
+        return i
+
     def staged_copy(self, tiled_mma: cute.TiledMma, thread: Int32) -> cute.ThrCopy:
         """Return the copy of a thread's rounded values to the staging buffer."""
         # One value at a time: a token's other columns are those of the other threads.
