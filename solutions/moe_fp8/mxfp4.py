@@ -38,6 +38,9 @@ SLAB_ROWS = 64
 """Rows of a slab: half a block."""
 SLAB_VALUES = SLAB_ROWS * BLOCK // 2
 """Bytes of a slab's values. Those of its exponents follow."""
+PLACES = tuple(8 * q + (r + 2 * q) % 8 for r in range(8) for q in range(4))
+"""The place of the bytes of row r and lane q. Both the eight bytes-of-16 that eight neighbouring
+lanes read and those of one q and eight rows lie in different banks of shared memory."""
 
 
 # --- packed -------------------------------------------------------------------------------------
@@ -51,7 +54,8 @@ class PackedWeights(NamedTuple):
         slab           2   64 rows of the block
           values           4096 bytes
             row        2   rows r and r + 8 of a warp's 16; with `gated` both rows of a column
-            thread   128   warp (4), r (8), lane of four q (4)
+            warp       4
+            place     32   16 bytes of lane q (4) of the four that share row r (8), see `PLACES`
             group      4   32 columns that share an exponent
               word     4   bytes: eight values
           exponents        256 bytes: warp (4), r (8), row (2), group (4)
@@ -123,9 +127,11 @@ def _values(packed: torch.Tensor, gated: bool) -> torch.Tensor:
     """Return the bytes of a matrix's values `[N, K/2]` as a block has them."""
     # Four values of a row and group: (N, K/128, group, half, q)
     fours = packed.view(torch.int16).view(len(packed), -1, 4, 2, 4)
-    # (N/128, slab, warp, row, r, K/128, group, half, q) -> by block, slab, row, thread, group, half
+    # (N/128, slab, warp, row, r, K/128, group, half, q) -> by block, slab, row, warp, r, q, group
     fours = _by_thread(fours, gated).permute(0, 5, 1, 3, 2, 4, 8, 6, 7)
-    words = fours.contiguous().view(torch.int32)
+    words = fours.flatten(5, 6).contiguous().view(torch.int32)
+    lane_of_place = torch.tensor(PLACES, device=words.device).argsort()
+    words = words.index_select(5, lane_of_place)
     signs = _spread(words) | _spread(words >> 16) << 4
     return (words & 0x77777777 | signs).view(torch.uint8)
 
@@ -165,8 +171,9 @@ def unpack(weights: PackedWeights) -> torch.Tensor:
     if bool(((exponents > SPAN) | ((exponents < SMALL) != (stored >= IS_SMALL))).any()):
         raise ValueError("blocks: expected exponents as `pack_mxfp4` writes them, got other bytes")
     words = slabs[..., :SLAB_VALUES].contiguous().view(torch.int32)
+    words = words.view(-1, n_blocks, k_blocks, 2, 2, 4, 32, 4)
     # (L, N/128, K/128, slab, row, warp, r, q, group)
-    words = words.view(-1, n_blocks, k_blocks, 2, 2, 4, 8, 4, 4)
+    words = words[..., list(PLACES), :].unflatten(6, (8, 4))
     value = torch.arange(8, dtype=torch.int32, device=words.device)
     words = words.unsqueeze(-1)
     codes = words >> 4 * value & 7  # (..., value)

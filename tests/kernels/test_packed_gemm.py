@@ -13,9 +13,10 @@ from problems import FP8, UNTOUCHED, place
 pytestmark = backends("emulator")
 IN_REGISTERS = [
     Sm90(tile_m=8, tile_n=256, swap_ab=True, packed=True, stages=3),
-    Sm90(tile_m=24, tile_n=256, swap_ab=True, packed=True, schedule=Schedule.DYNAMIC),
+    Sm90(tile_m=8, tile_n=256, swap_ab=True, packed=True, ctas=2),
+    Sm90(tile_m=24, tile_n=256, swap_ab=True, packed=True, ctas=2, schedule=Schedule.DYNAMIC),
     Sm90(tile_m=64, tile_n=256, swap_ab=True, packed=True, stages=2),
-    Sm90(tile_m=16, tile_n=256, swap_ab=True, packed=True, terms=2),
+    Sm90(tile_m=16, tile_n=256, swap_ab=True, packed=True, terms=2, ctas=2),
 ]
 CONVERTED = [
     Sm90(packed=True, stages=3),

@@ -31,7 +31,7 @@ def converted(**config) -> tuple[Sm90, Sm90]:
 
 PACKED = {
     "8": swapped(8, stages=3),
-    "24, 16": swapped(24, 16, stages=3),
+    "24, 16, two CTAs": swapped(24, 16, ctas=2),
     "48 on demand": swapped(48, schedule=Schedule.DYNAMIC, stages=2),
     "8, then B": (swapped(8)[0], converted(tile_m=64)[1]),
     "64 converted": converted(tile_m=64, overlap=True, stages=3),

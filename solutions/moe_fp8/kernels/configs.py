@@ -29,8 +29,8 @@ MAX_CONSUMER_REGISTERS = 240
 """Registers of a consumer thread, at most. It binds with one warpgroup; more have less left."""
 CONVERTER_REGISTERS = 56
 """Registers of a thread that converts packed weights."""
-PACKED_REGISTERS = 32
-"""Registers of a consumer thread for packed weights as FP8: 64 rows of two blocks."""
+PACKED_STAGES = 4
+"""Packed blocks in shared memory, on their way to the converters."""
 MAX_CONSUMER_WARPGROUPS = 3
 EPILOGUE_N = 64
 """Output columns of one TMA store: one 128-byte swizzle row of bfloat16."""
@@ -107,7 +107,7 @@ class GemmConfig:
     per_channel: bool = False
     # The class of an architecture overrides these, as a field or a constant.
     packed = False
-    converter_warpgroups = 0
+    ctas = 1
     mma_ctas = 1
     producer_warpgroups = 1
     gathers = False
@@ -131,10 +131,10 @@ class GemmConfig:
             )
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"stages={self.stages}: expected 0 (as many as fit) or at least 2")
-        if self.num_stages < 2 or self.smem_bytes > SMEM_BYTES:
+        if self.num_stages < 2 or self.smem_bytes > self.smem_limit:
             raise ValueError(
                 f"{self}: needs {self.smem_bytes} bytes of shared memory, "
-                f"more than the {SMEM_BYTES} of one CTA"
+                f"more than the {self.smem_limit} of one CTA"
             )
 
     def one_line(self, *words: str) -> str:
@@ -166,6 +166,16 @@ class GemmConfig:
     def consumer_warpgroups(self) -> int:
         """Warpgroups that make a tile's sums."""
         raise NotImplementedError
+
+    @property
+    def converter_warpgroups(self) -> int:
+        """Warpgroups that make FP8 values of packed weights."""
+        return 0
+
+    @property
+    def packed_stages(self) -> int:
+        """Packed blocks in shared memory, on their way to the converters."""
+        return 0
 
     @property
     def consumer_warps(self) -> int:
@@ -209,7 +219,7 @@ class GemmConfig:
     def consumer_registers(self) -> int:
         """Registers of a consumer thread. Threads start with equally many, a multiple of 8, as
         setmaxnreg takes; those that the other warpgroups give away go to the consumers."""
-        left = CTA_REGISTERS // self.threads // 8 * 8 * self.warpgroups
+        left = CTA_REGISTERS // self.ctas // self.threads // 8 * 8 * self.warpgroups
         left -= self.producer_warpgroups * PRODUCER_REGISTERS
         left -= self.converter_warpgroups * CONVERTER_REGISTERS
         return min(MAX_CONSUMER_REGISTERS, left // self.consumer_warpgroups // 8 * 8)
@@ -267,12 +277,17 @@ class GemmConfig:
         scales = self.consumer_warps * (MAX_SFB + self.channels) * 4
         if self.split_sfa:
             scales += SFA_STAGES * self.sfa_bytes
-        return self.staging_bytes + scales + 2048
+        return self.staging_bytes + scales + 2048 + self.packed_stages * PACKED_BYTES
 
     @property
     def num_stages(self) -> int:
         """Depth of the load pipeline, with 0 resolved to what fits."""
-        return self.stages or (SMEM_BYTES - self.fixed_bytes) // self.stage_bytes
+        return self.stages or (self.smem_limit - self.fixed_bytes) // self.stage_bytes
+
+    @property
+    def smem_limit(self) -> int:
+        """Shared memory of one of the CTAs of a multiprocessor, each of which takes 1 KiB more."""
+        return (SMEM_BYTES + 1024) // self.ctas - 1024
 
     @property
     def smem_bytes(self) -> int:
@@ -297,9 +312,11 @@ class GemmConfigSm90(GemmConfig):
         slices: empty 64-row slices of a tile are not loaded. Without `swap_ab` and `gathers`, with
             more than 64 rows.
         packed: weights are MXFP4, packed by `moe_fp8.pack_mxfp4`. With `swap_ab` the consumers make
-            FP8 fragments of them in registers: tile_m is a multiple of 8 up to 80, tile_n 256, and
+            FP8 fragments of them in registers: tile_m is a multiple of 8 up to 64, tile_n 256, and
             there is no cluster. Otherwise two warpgroups of converters fill the stages: tile_m is
             64 or 128, tile_n 128, and clusters are (1, 1) or (1, 2).
+        ctas: CTAs of a multiprocessor, 2 only with `packed` and `swap_ab`, for up to 32 rows. The
+            warps of one then fill the time that those of the other wait.
     """
 
     overlap: bool = False
@@ -307,21 +324,23 @@ class GemmConfigSm90(GemmConfig):
     gathers: bool = False
     slices: bool = False
     packed: bool = False
+    ctas: int = 1
 
     def __post_init__(self) -> None:
         rows: tuple[int, ...] = (8, 16, 32, 64, 128) if self.swap_ab else (64, 128, 192)
         columns: tuple[int, ...] = (BLOCK,) if self.quantises else (64, BLOCK)
         if self.packed:
-            rows = tuple(range(8, 88, 8)) if self.swap_ab else (64, 128)
+            rows = tuple(range(8, 72, 8)) if self.swap_ab else (64, 128)
             columns = (2 * BLOCK,) if self.swap_ab else (BLOCK,)
-        self.check(tile_m=rows, tile_n=columns)
-        if self.packed and self.cluster_size > (1 if self.swap_ab else self.cluster_n):
-            clusters = "(1, 1)" if self.swap_ab else "(1, 1) or (1, 2)"
+        in_registers = self.packed and self.swap_ab
+        self.check(tile_m=rows, tile_n=columns, ctas=(1, 2) if in_registers else (1,))
+        if self.packed and (self.cluster_m > 1 or in_registers and self.cluster_n > 1):
+            clusters = "(1, 1)" if in_registers else "(1, 1) or (1, 2)"
             raise ValueError(f"{self}: packed weights, expected clusters {clusters}")
-        if self.packed and self.swap_ab and (self.overlap or self.unroll or self.per_channel):
-            raise ValueError(f"{self}: packed weights, expected overlap and unroll off")
         if self.packed and self.per_channel:
-            raise ValueError(f"{self}: packed weights have block scales, no scales of channels")
+            raise ValueError(f"{self}: packed weights have block scales, none of channels")
+        if in_registers and (self.overlap or self.unroll):
+            raise ValueError(f"{self}: weights in registers, expected neither overlap nor unroll")
         if self.quantises and self.tile_n == BLOCK and self.cluster_n != 2:
             raise ValueError(f"{self}: expected clusters (1, 2), which share the scales")
         if self.slices and (self.swap_ab or self.gathers or self.tile_m == WGMMA_M):
@@ -340,13 +359,22 @@ class GemmConfigSm90(GemmConfig):
         return rows // self.blocks_of_warpgroup // WGMMA_M
 
     @property
+    def packed_stages(self) -> int:
+        return PACKED_STAGES if self.converter_warpgroups else 0
+
+    @property
+    def converts_ahead(self) -> bool:
+        """True if the consumers convert packed weights while WGMMA multiplies others. With two CTAs
+        of a multiprocessor and more than 8 tokens there are too few registers."""
+        return self.ctas == 1 or self.tile_m == 8
+
+    @property
     def blocks_of_warpgroup(self) -> int:
         """Blocks of 128 columns of which a warpgroup has 64 rows, with `swap_ab`."""
         return max(self.tile_n // BLOCK, 1) if self.swap_ab else 1
 
     @property
-    def converter_warpgroups(self) -> int:  # type: ignore[override]
-        """Warpgroups that make FP8 values of packed weights, each of half a block's rows."""
+    def converter_warpgroups(self) -> int:
         return 2 if self.packed and not self.swap_ab else 0
 
     @property
@@ -365,8 +393,9 @@ class GemmConfigSm90(GemmConfig):
     def acc_registers(self) -> int:
         """Registers of a consumer thread for the sum and for one or two K blocks, and for A."""
         values = self.tile_m * self.tile_n // (self.consumer_warpgroups * WARPGROUP)
-        weights = PACKED_REGISTERS if self.packed and self.swap_ab else 0
-        return values * (3 if self.overlap else 2) + weights
+        if self.packed and self.swap_ab:  # of A 16 registers for 64 rows
+            return 2 * values + (32 if self.converts_ahead else 0)
+        return values * (3 if self.overlap else 2)
 
     @property
     def staging_bytes(self) -> int:
@@ -388,7 +417,10 @@ class GemmConfigSm90(GemmConfig):
     def __str__(self) -> str:
         before = self.flags("swap_ab", "overlap")
         return self.one_line(
-            *before, self.schedule_word, *self.flags("unroll", "gathers", "slices", "packed")
+            *before,
+            self.schedule_word,
+            *self.flags("unroll", "gathers", "slices", "packed"),
+            f"{self.ctas} CTAs" if self.ctas > 1 else "",
         )
 
 

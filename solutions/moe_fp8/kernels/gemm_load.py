@@ -181,13 +181,13 @@ class GemmLoad:
         return SharedOperands(  # shapes: `SharedOperands`
             sA=storage.a.get_tensor(self.a_smem.outer, swizzle=self.a_smem.inner),
             sSFA=storage.a_scale.get_tensor(self.sfa_smem),
-            sB=self.b_loader.shared(storage.b, self.b_smem),
+            sB=self.b_loader.shared(storage, self.b_smem),
             tokens=storage.tokens.data_ptr(),
         )
 
     @cute.jit
-    def run(self, warp_idx, ab_pipeline, tile_sched: TileScheduler, args, shared):
-        """Run the roles of warpgroup 0."""
+    def run(self, warp_idx, ab_pipeline, tile_sched: TileScheduler, args, shared, ring=None):
+        """Run the roles of warpgroup 0. `ring`: of `mxfp4.Converters`."""
         for i in cutlass.range_constexpr(self.a_loader.warps):
             if warp_idx == A_WARPS[i]:
                 # The loop over tiles and K blocks is the same for all kinds of rows.
@@ -196,11 +196,14 @@ class GemmLoad:
                 self.load_rows(
                     ab_pipeline, self.config.num_stages, tile_sched, args, begin_tile, copy
                 )
-        if cutlass.const_expr(self.config.converter_warpgroups == 0):
-            if warp_idx == B_WARP:
-                begin_tile = partial(self.b_loader.begin_tile, args.b, shared)
-                copy = partial(self.b_loader.copy, args.b, ab_pipeline=ab_pipeline)
-                self.load_weights(ab_pipeline, tile_sched, begin_tile, copy)
+        if warp_idx == B_WARP:
+            b_pipeline, b_shared, stages = ab_pipeline, shared, self.config.num_stages
+            if cutlass.const_expr(ring is not None):
+                b_pipeline, stages = ring[0], self.b_loader.stages
+                b_shared = shared._replace(sB=ring[1])
+            begin_tile = partial(self.b_loader.begin_tile, args.b, b_shared)
+            copy = partial(self.b_loader.copy, args.b, ab_pipeline=b_pipeline)
+            self.load_weights(b_pipeline, stages, tile_sched, begin_tile, copy)
         if cutlass.const_expr(self.side_job is not None):
             if warp_idx == SIDE_JOB_WARP:
                 # The warps of all CTAs take the tokens round robin.
@@ -256,10 +259,9 @@ class GemmLoad:
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def load_weights(self, ab_pipeline, tile_sched, begin_tile, copy):
+    def load_weights(self, pipe, stages: int, tile_sched, begin_tile, copy):
         """Load B of every K block of every tile of this CTA; one warp. `begin_tile` and `copy` as
         in `load_rows`."""
-        stages = self.config.num_stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
         cta = tile_sched.cta_in_cluster()
         linear, stride, total = tile_sched.first()
@@ -267,12 +269,12 @@ class GemmLoad:
         while linear < total:
             copies = begin_tile(tile_sched.tile(linear, cta), cta)
             for kb in cutlass.range(self.k_blocks, unroll=1):
-                ab_pipeline.sync_object_empty.wait(state.index, state.phase)
+                pipe.sync_object_empty.wait(state.index, state.phase)
                 copy(copies, kb, state=state)
                 state.advance()
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
         # Must come before the exit, or the other CTAs' arrivals find this CTA gone.
-        ab_pipeline.producer_tail(state)
+        pipe.producer_tail(state)
 
 
 # --- B: weights ---------------------------------------------------------------------------------
@@ -299,6 +301,7 @@ class TmaWeights:
 
     warps = 1
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
+    ring_bytes = 0
 
     def __init__(self, config: Any):
         self.config = config
@@ -312,9 +315,9 @@ class TmaWeights:
         assert self.bytes == cute.size_in_bytes(Float8E4M3FN, one_stage)
         return layout
 
-    def shared(self, buffer, layout) -> cute.Tensor:
+    def shared(self, storage, layout) -> cute.Tensor:
         """Return the weights in shared memory, as `SharedOperands.sB`."""
-        return buffer.get_tensor(layout.outer, swizzle=layout.inner)
+        return storage.b.get_tensor(layout.outer, swizzle=layout.inner)
 
     def operand(self, b: cute.Tensor, layout) -> TmaTensor:
         """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""

@@ -170,6 +170,9 @@ class GemmSm90:
             # (tile_m, 128, stages * terms), (b_rows, 128, stages) e4m3, swizzled
             a: align[memory[Float8E4M3FN, cute.cosize(load.a_smem)], SWIZZLE_ALIGN]
             b: align[memory[Float8E4M3FN, cute.cosize(load.b_smem)], SWIZZLE_ALIGN]
+            # (PACKED_BYTES, packed_stages), where converters make B of it
+            ring: align[memory[Float8E4M3FN, load.b_loader.ring_bytes], 128]
+            ring_barriers: memory[Int64, 2 * c.packed_stages]
             # the epilogue's staging buffer, see its `staging`
             out: align[memory[self.epilogue.smem_type, self.epilogue.smem_elements], SWIZZLE_ALIGN]
             # (sfa_rows, 1, stages) f32: TMA writes to multiples of 128 bytes
@@ -197,7 +200,9 @@ class GemmSm90:
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster_size, 1, 1],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=c.ctas,
+            # Otherwise the DSL asks the driver, also where there is none.
+            **({"preferred_smem_carveout": 100} if c.ctas > 1 else {}),
             stream=stream,
             use_pdl=True,
         )
@@ -242,6 +247,9 @@ class GemmSm90:
                 readers * c.cluster_size,
                 c.cluster_size,
             )
+        ring = None
+        if cutlass.const_expr(c.converter_warpgroups):
+            ring = self.load.b_loader.ring(storage)
         # Must come after the barriers of `staging` and `queue` are initialised: it synchronises the
         # cluster for all of them, or another CTA may arrive at a barrier that does not exist yet.
         ab_pipeline = pipeline.PipelineTmaAsync.create(
@@ -265,7 +273,7 @@ class GemmSm90:
         # The loading warpgroup must give its registers away, or the consumers wait for them.
         if warpgroup_idx == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared)
+            self.load.run(warp_idx, ab_pipeline, tile_sched, args, shared, ring)
         elif cutlass.const_expr(c.converter_warpgroups == 0):
             cute.arch.setmaxregister_increase(c.consumer_registers)
             consumer = warpgroup_idx - 1
@@ -277,7 +285,7 @@ class GemmSm90:
         else:
             cute.arch.setmaxregister_decrease(CONVERTER_REGISTERS)
             half = warpgroup_idx - 1 - c.consumer_warpgroups
-            self.load.b_loader.run(half, ab_pipeline, tile_sched, args.b, shared.sB)
+            self.load.b_loader.run(half, ab_pipeline, ring, tile_sched, self.k_blocks, shared.sB)
 
     @cute.jit
     def _consume(self, ab_pipeline, tile_sched, consumer, shared, sSFB, channels, args, staging):
@@ -496,8 +504,48 @@ class GemmSm90:
     def _packed_mainloop(self, operands: TileOperands, state, acc: cute.Tensor, thread: Int32):
         """Compute the sum as `_mainloop` does, with A in registers: FP8 values of packed weights.
 
-        A warpgroup has 64 rows of both 128-row blocks of the tile, m = 0 and 1. While the WGMMA of
-        one run, the values of the other are converted:
+        A warpgroup has 64 rows of both 128-row blocks of the tile, m = 0 and 1. It converts the
+        values of one, multiplies, promotes, and goes on to the other. Meanwhile the warps of the
+        multiprocessor's other CTA do likewise.
+        """
+        if cutlass.const_expr(self.config.converts_ahead):
+            return self._packed_mainloop_ahead(operands, state, acc, thread)
+        ab_pipeline = operands.ab_pipeline
+        (tCrA,), accums, scales = self._packed_registers(1)
+        acc.fill(0.0)
+        for kb in cutlass.range(self.k_blocks, unroll=1):
+            ab_pipeline.consumer_wait(state)
+            self.load.a_loader.fence_loaded()  # as in `_mainloop`
+            for m in cutlass.range_constexpr(2):
+                self._convert(tCrA, operands, state.index, thread, m)
+                self._issue_wgmma(accums[m], operands, state.index, tCrA)
+                if cutlass.const_expr(m == 0):
+                    self._load_scales(scales, operands, thread, kb, state.index)
+                # Must come before the next conversion, or it overwrites what WGMMA reads.
+                warpgroup.wait_group(0)
+                self._promote(acc, accums[m], scales, m * self.acc_map.block_values)
+            # The loads of weights and scales are done: their values are used above.
+            ab_pipeline.consumer_release(state)
+            state.advance()
+        return state
+
+    def _packed_registers(self, blocks: int) -> tuple[list, list, cute.Tensor]:
+        """Return registers for A of `blocks` blocks, for the products of both and for scales."""
+        rows = self.config.tile_n // 2
+        shape = self.tiled_mma.partition_shape_A((rows, BLOCK))
+        # ((4 columns, 2 rows, 2 halves), 1, 4) e4m3 each
+        tCrA = [cute.make_rmem_tensor(shape, Float8E4M3FN) for _ in range(blocks)]
+        shape = self.tiled_mma.partition_shape_C((rows, self.config.tile_m))
+        # ((2 tokens, 2 rows, tile_m / 8), 1, 1) each; with a single one ptxas serialises the WGMMA
+        accums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        # (this thread's tokens, halves)
+        scales = cute.make_rmem_tensor((self.acc_map.thread_tokens, self.halves), Float32)
+        return tCrA, accums, scales
+
+    @cute.jit
+    def _packed_mainloop_ahead(self, operands, state, acc: cute.Tensor, thread: Int32):
+        """Compute the sum as `_packed_mainloop`, but convert a block while the other one's WGMMA
+        run:
 
             issue      m 0           m 1                 | m 0           m 1
             convert         m 1           m 0 of kb + 1  |      m 1           m 0 of kb + 2
@@ -505,28 +553,21 @@ class GemmSm90:
 
         Nothing is in flight at the end of an iteration, as in `_overlapped_mainloop`.
         """
-        # ((4 columns, 2 rows, 2 halves), 1, 4) e4m3 each
-        shape = self.tiled_mma.partition_shape_A((self.config.tile_n // 2, BLOCK))
-        tCrA = [cute.make_rmem_tensor(shape, Float8E4M3FN) for _ in range(2)]
-        # ((2 tokens, 2 rows, tile_m / 8), 1, 1) each
-        shape = self.tiled_mma.partition_shape_C((self.config.tile_n // 2, self.config.tile_m))
-        accums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
-        scales = cute.make_rmem_tensor((self.acc_map.thread_tokens, self.halves), Float32)
-        buffers = tCrA, accums, scales
+        registers = self._packed_registers(2)
         acc.fill(0.0)
         operands.ab_pipeline.consumer_wait(state)
-        self._convert(tCrA[0], operands, state.index, thread, 0)
+        self._convert(registers[0][0], operands, state.index, thread, 0)
         for kb in cutlass.range(self.k_blocks - 1, unroll=1):
-            state = self._packed_block(operands, state, acc, thread, kb, buffers, False)
+            state = self._packed_block(operands, state, acc, thread, kb, registers, False)
         last = Int32(self.k_blocks - 1)
-        return self._packed_block(operands, state, acc, thread, last, buffers, True)
+        return self._packed_block(operands, state, acc, thread, last, registers, True)
 
     @cute.jit
-    def _packed_block(self, operands, state, acc, thread, kb: Int32, buffers: tuple, last: bool):
+    def _packed_block(self, operands, state, acc, thread, kb: Int32, registers, last: bool):
         """Compute a K block whose m = 0 is converted, and convert m = 0 of the next one; return the
         pipeline's state after it."""
         ab_pipeline = operands.ab_pipeline
-        tCrA, accums, scales = buffers
+        tCrA, accums, scales = registers
         following = state.clone()
         following.advance()
         self.load.a_loader.fence_loaded()  # as in `_mainloop`
@@ -541,11 +582,10 @@ class GemmSm90:
         if cutlass.const_expr(not last):
             ab_pipeline.consumer_wait(following)
             self._convert(tCrA[0], operands, following.index, thread, 0)
-        # Must come before the release, or TMA overwrites tokens that WGMMA still reads. The loads
-        # of weights are done, since their values were converted; those of scales as in `_mainloop`.
+        # Must come before the release, or TMA overwrites tokens that WGMMA still reads.
         warpgroup.wait_group(0)
         ab_pipeline.consumer_release(state)
-        self._promote(acc, accums[1], scales, cute.size(accums[0]))
+        self._promote(acc, accums[1], scales, self.acc_map.block_values)
         return following
 
     @cute.jit
@@ -553,8 +593,8 @@ class GemmSm90:
         """Make this thread's FP8 values of a stage's packed block `m`."""
         raw = cute.make_rmem_tensor((GROUPS, 2), Int32)  # (group, row): eight values each
         exponents = cute.make_rmem_tensor(2, Int32)  # (row,): a byte for each group
-        slab = m * (self.config.tile_n // BLOCK) + thread // WARPGROUP  # half of a block
-        slab = cute.assume(slab * SLAB_WORDS, divby=4)
+        # Half of block m.
+        slab = cute.assume((m * 2 + thread // WARPGROUP) * SLAB_WORDS, divby=4)
         load_slab(operands.tCrA[None, stage].iterator + slab, thread % WARPGROUP, raw, exponents)
         # (row, half, group)
         words = cute.make_tensor(

@@ -14,8 +14,9 @@ Weights then go one of two ways:
     with swap_ab    `PackedBlocks` copies blocks as they are to shared memory. The consumers make
                     WGMMA's first operand of them, in registers. Four bits a weight pass through
                     shared memory, once.
-    otherwise       `Converters`, two warpgroups, read blocks from global memory and write FP8
-                    values where TMA would: the consumers are those of FP8 weights.
+    otherwise       `Converters`, two warpgroups, read blocks from a ring of their own in shared
+                    memory and write FP8 values where TMA would: the consumers are those of FP8
+                    weights.
 """
 
 from typing import Any, NamedTuple
@@ -23,15 +24,16 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float8E4M3FN, Int32, Int64
+from cutlass import Int32, Int64, Uint8
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T
 
 from ..call import BLOCK, PACKED_BYTES
 from .configs import WARP, WARPGROUP, WARPGROUP_WARPS, WGMMA_M
-from .dsl import load
+from .dsl import load, vector
 from .gemm_load import expect_bytes, l2_hint, weights_layout
+from .sync import arrive_group
 from .tiles import Tile
 
 GROUPS = BLOCK // 32
@@ -43,8 +45,8 @@ SLAB_WORDS = BLOCK_WORDS // 2
 EXPONENT_WORD = WGMMA_M * BLOCK // 8
 """The first word of a slab's exponents."""
 MAGNITUDES, SIGNS = 0x77777777, 0x80808080
-ANY_SMALL = 0x80808080
-"""The bit `IS_SMALL` of four exponents."""
+IS_SMALL, ANY_SMALL = 0x80, 0x80808080
+"""The bit of a byte whose exponent makes some magnitudes subnormal, and those of four bytes."""
 STEP_LOW, BASE_LOW = 0x08080800, 0x14100800 - 3 * 0x08080800
 """The bytes of 0, 0.5, 1 and 1.5 for exponent e, from 3 on: e * STEP + BASE."""
 STEP_HIGH, BASE_HIGH = 0x08080808, 0x24201C18 - 3 * 0x08080808
@@ -74,28 +76,37 @@ def to_e4m3(words: cute.Tensor, raw: cute.Tensor, exponents: cute.Tensor):
     if (exponents[0] | exponents[1]) & i32(ANY_SMALL) == 0:
         for row in cutlass.range_constexpr(2):
             for group in cutlass.range_constexpr(GROUPS):
-                exponent = _byte(exponents[row], group)
-                low = exponent * i32(STEP_LOW) + i32(BASE_LOW)
-                high = exponent * i32(STEP_HIGH) + i32(BASE_HIGH)
-                _look_up(words, raw, row, group, low, high)
-    else:  # rare: a block whose exponents span more than 11
+                low, high = _normal_table(_byte(exponents[row], group))
+                words[row, 0, group], words[row, 1, group] = look_up(raw[group, row], low, high)
+    else:
         for row in cutlass.range_constexpr(2):
             for group in cutlass.range_constexpr(GROUPS):
-                exponent = _byte(exponents[row], group) & 0x7F
-                low = exponent * i32(STEP_LOW) + i32(BASE_LOW)
-                high = exponent * i32(STEP_HIGH) + i32(BASE_HIGH)
-                for small in cutlass.range_constexpr(len(SMALL_TABLES)):
-                    low = cutlass.select_(exponent == small, i32(SMALL_TABLES[small][0]), low)
-                    high = cutlass.select_(exponent == small, i32(SMALL_TABLES[small][1]), high)
-                _look_up(words, raw, row, group, low, high)
+                low, high = table(_byte(exponents[row], group))
+                words[row, 0, group], words[row, 1, group] = look_up(raw[group, row], low, high)
 
 
-def _look_up(words, raw, row: int, group: int, low: Int32, high: Int32) -> None:
-    """Write the eight FP8 values of a word, by the table of its exponent."""
-    eight = raw[group, row]
+def table(exponent: Int32) -> tuple[Int32, Int32]:
+    """Return the bytes of the magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6 for any exponent's byte."""
+    exponent = exponent & 0x7F
+    low, high = _normal_table(exponent)
+    for small, (small_low, small_high) in enumerate(SMALL_TABLES):
+        low = cutlass.select_(exponent == small, i32(small_low), low)
+        high = cutlass.select_(exponent == small, i32(small_high), high)
+    return low, high
+
+
+def _normal_table(exponent: Int32) -> tuple[Int32, Int32]:
+    """Return `table(exponent)` where no magnitude is subnormal."""
+    return exponent * i32(STEP_LOW) + i32(BASE_LOW), exponent * i32(STEP_HIGH) + i32(BASE_HIGH)
+
+
+def look_up(eight: Int32, low: Int32, high: Int32) -> tuple[Int32, Int32]:
+    """Return the eight FP8 values of a word, four in each Int32, by the table of its exponent."""
     selector = eight & MAGNITUDES
-    words[row, 0, group] = _permute(low, high, selector) | (eight << 4) & i32(SIGNS)
-    words[row, 1, group] = _permute(low, high, selector >> 16) | eight & i32(SIGNS)
+    return (
+        _permute(low, high, selector) | (eight << 4) & i32(SIGNS),
+        _permute(low, high, selector >> 16) | eight & i32(SIGNS),
+    )
 
 
 def _byte(word: Int32, i: int) -> Int32:
@@ -133,10 +144,11 @@ def load_slab(slab: cute.Pointer, thread: Int32, raw: cute.Tensor, exponents: cu
         raw: (group, row) i32, written.
         exponents: (row,) i32, written.
     """
+    lane = thread % WARP
+    place = thread - lane + lane % 4 * 8 + (lane // 4 + lane % 4 * 2) % 8  # `moe_fp8.mxfp4.PLACES`
     for row in cutlass.range_constexpr(2):
-        # Consecutive threads read consecutive 16 bytes.
-        place = cute.assume((row * WARPGROUP + thread) * GROUPS, divby=GROUPS)
-        load(slab + place, raw[None, row])
+        words = cute.assume((row * WARPGROUP + place) * GROUPS, divby=GROUPS)
+        load(slab + words, raw[None, row])
     load(slab + cute.assume(EXPONENT_WORD + thread // 4 * 2, divby=2), exponents)
 
 
@@ -155,19 +167,21 @@ class PackedBlocks:
 
     warps = 1
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
+    ring_bytes = 0
 
     def __init__(self, config: Any):
         self.config = config
         self.bytes = config.b_bytes
+        self.stages = config.num_stages
 
     def layout(self):
         """Shared memory of B: (bytes, stages)."""
-        return cute.make_layout((self.bytes, self.config.num_stages))
+        return cute.make_layout((self.bytes, self.stages))
 
-    def shared(self, buffer, layout) -> cute.Tensor:
+    def shared(self, storage, layout) -> cute.Tensor:
         """Return the blocks in shared memory: (words, stages) i32."""
-        words = cute.recast_ptr(buffer.data_ptr(), dtype=Int32)
-        return cute.make_tensor(words, cute.make_layout((self.bytes // 4, self.config.num_stages)))
+        words = cute.recast_ptr(storage.b.data_ptr(), dtype=Int32)
+        return cute.make_tensor(words, cute.make_layout((self.bytes // 4, self.stages)))
 
     def operand(self, b: cute.Tensor, layout) -> cute.Tensor:
         """Return B, (experts, n / 128, k / 128, PACKED_BYTES) u8."""
@@ -215,90 +229,107 @@ def block_at(b: cute.Tensor, expert: Int32, column_block: Int32) -> cute.Pointer
 # --- as FP8, to shared memory -------------------------------------------------------------------
 
 
-class Converters:
+class Converters(PackedBlocks):
     """Fill the stages with FP8 values of packed weights: warpgroups behind the consumers, half a
     block's rows each.
 
-    A thread reads its words of a K block while it converts those of the K blocks before. Four
-    values of a row are one store. The eight rows and four lanes of a warp's store differ in bank.
+    Blocks come to a ring of their own, as with `PackedBlocks`. A thread converts two groups, of
+    rows r and r + 8 of its warp's 16: each has one exponent, and 32 columns that lie side by side
+    in a stage. Lanes differ in r, so no load or store has a bank conflict.
     """
 
-    ahead = 2
-    """K blocks whose words a thread has asked for."""
-    bytes = 0  # that TMA brings
-
     def __init__(self, config: Any):
-        self.config = config
-        self.warps = config.converter_warpgroups * WARPGROUP_WARPS
-        self.arrivals = self.warps  # on a stage's `full` barrier
+        super().__init__(config)
+        self.converters = config.converter_warpgroups * WARPGROUP_WARPS
+        self.warps = 1 + self.converters
+        self.arrivals = self.converters  # on a stage's `full` barrier
+        self.bytes = PACKED_BYTES  # of a stage of the ring
+        self.stages = config.packed_stages
+        self.ring_bytes = self.bytes * self.stages
 
     def layout(self):
+        """Shared memory of B: FP8 values, see `weights_layout`."""
         return weights_layout(self.config)
 
-    def shared(self, buffer, layout) -> cute.Tensor:
-        return buffer.get_tensor(layout.outer, swizzle=layout.inner)
+    def shared(self, storage, layout) -> cute.Tensor:
+        return storage.b.get_tensor(layout.outer, swizzle=layout.inner)
 
-    def operand(self, b: cute.Tensor, layout) -> cute.Tensor:
-        """Return B, (experts, n / 128, k / 128, PACKED_BYTES) u8."""
-        return b
-
-    def prefetch(self, b: cute.Tensor) -> None:
-        """Do nothing: there is no descriptor."""
+    def ring(self, storage) -> tuple[pipeline.PipelineTmaAsync, cute.Tensor]:
+        """Make the ring's pipeline; return it and the blocks in shared memory, (words, stages)."""
+        pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.ring_barriers.data_ptr(),
+            num_stages=self.stages,
+            producer_group=arrive_group(),
+            consumer_group=arrive_group(self.converters),
+            tx_count=self.bytes,
+        )
+        words = cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32)
+        layout = cute.make_layout((self.bytes // 4, self.stages))
+        return pipe, cute.make_tensor(words, layout)
 
     @cute.jit
-    def run(self, half: Int32, ab_pipeline, tile_sched, b: cute.Tensor, sB: cute.Tensor):
+    def run(self, half: Int32, ab_pipeline, ring, tile_sched, k_blocks: int, sB: cute.Tensor):
         """Convert half of the rows of every K block of every tile of this CTA; a warpgroup."""
         c = self.config
-        k_blocks = cute.size(b, mode=[2])
+        ring_pipeline, packed = ring
         tidx, _, _ = cute.arch.thread_idx()
-        thread = tidx % WARPGROUP
-        warp, r, q = thread // WARP, thread % WARP // 4, thread % 4
+        warp, group, r = tidx % WARPGROUP // WARP, tidx % WARP // 8, tidx % 8
         # Of the thread's first row, and the distance of its second one. With `quantises` the rows
         # of a block alternate, and a tile has those of up first, or those of gate.
-        row = half * WGMMA_M + warp * 16 + r
+        first = half * WGMMA_M + warp * 16 + r
         distance = 8
         if cutlass.const_expr(c.quantises):
-            row, distance = half * (WGMMA_M // 2) + warp * 8 + r, WGMMA_M
-        place = cute.recast_ptr(sB.iterator, dtype=Float8E4M3FN) + (row * BLOCK + 4 * q)
-        place = cute.recast_ptr(place.align(4), dtype=Int32)
-        # (group, row) and (row,) of each K block under way; (row, half, group)
-        raw = [cute.make_rmem_tensor((GROUPS, 2), Int32) for _ in range(self.ahead)]
-        exponents = [cute.make_rmem_tensor(2, Int32) for _ in range(self.ahead)]
-        words = cute.make_rmem_tensor((2, 2, GROUPS), Int32)
+            first, distance = half * (WGMMA_M // 2) + warp * 8 + r, WGMMA_M
+        sB_words = cute.recast_ptr(sB.iterator, dtype=Int32)
+        row_words = BLOCK // 4
+        # The 128-byte swizzle: chunk c of row r lies at chunk c ^ (r % 8).
+        chunks = [first * row_words + (2 * group + i ^ r) * 4 for i in range(2)]
+        words = half * SLAB_WORDS + warp * WARP * GROUPS + group
+        # `moe_fp8.mxfp4.PLACES`
+        sources = [words + (8 * q + (r + 2 * q) % 8) * GROUPS for q in range(4)]
+        exponent_bytes = (half * SLAB_WORDS + EXPONENT_WORD) * 4 + (warp * 8 + r) * 8 + group
+        fp8 = cute.make_rmem_tensor((4, 2), Int32)  # (q, half of the group)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-        cta = tile_sched.cta_in_cluster()
+        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         linear, stride, total = tile_sched.first()
         queue_state = tile_sched.queue_state()
         while linear < total:
-            tile = tile_sched.tile(linear, cta)
-            slab = block_at(b, tile.expert, tile.n_tile) + half * SLAB_WORDS
-            for i in cutlass.range_constexpr(min(self.ahead, k_blocks)):
-                load_slab(slab + i * BLOCK_WORDS, thread, raw[i], exponents[i])
-            for first in cutlass.range(0, k_blocks, self.ahead, unroll=1):
-                for i in cutlass.range_constexpr(self.ahead):
-                    kb = first + i
-                    if cutlass.const_expr(k_blocks % self.ahead == 0) or kb < k_blocks:
-                        to_e4m3(words, raw[i], exponents[i])
-                        following = kb + self.ahead
-                        if following < k_blocks:
-                            load_slab(slab + following * BLOCK_WORDS, thread, raw[i], exponents[i])
+            for _ in cutlass.range(k_blocks, unroll=1):
+                ring_pipeline.consumer_wait(ring_state)
+                block = packed[None, ring_state.index].iterator
+                raw = cute.make_rmem_tensor((4, 2), Int32)  # (q, row)
+                exponents = cute.make_rmem_tensor(2, Int32)
+                for row in cutlass.range_constexpr(2):
+                    exponents[row] = Int32(
+                        cute.recast_ptr(block, dtype=Uint8)[exponent_bytes + 4 * row]
+                    )
+                    for q in cutlass.range_constexpr(4):
+                        raw[q, row] = block[sources[q] + row * WARPGROUP * GROUPS]
+                tables = cute.make_rmem_tensor((2, 2), Int32)  # (low and high, row)
+                if (exponents[0] | exponents[1]) & IS_SMALL == 0:
+                    for row in cutlass.range_constexpr(2):
+                        tables[0, row], tables[1, row] = _normal_table(exponents[row])
+                else:
+                    for row in cutlass.range_constexpr(2):
+                        tables[0, row], tables[1, row] = table(exponents[row])
+                for row in cutlass.range_constexpr(2):
+                    for q in cutlass.range_constexpr(4):
+                        fp8[q, 0], fp8[q, 1] = look_up(raw[q, row], tables[0, row], tables[1, row])
+                    if cutlass.const_expr(row == 0):
                         ab_pipeline.sync_object_empty.wait(state.index, state.phase)
-                        stage = place + state.index * (c.b_bytes // 4)
-                        for group in cutlass.range_constexpr(GROUPS):
-                            for part in cutlass.range_constexpr(2):
-                                # The 128-byte swizzle: chunk c of row r lies at chunk c ^ (r % 8).
-                                chunk = ((2 * group + part) ^ r) * 4
-                                for i_row in cutlass.range_constexpr(2):
-                                    to = stage + (i_row * distance * (BLOCK // 4) + chunk)
-                                    cute.make_tensor(to, cute.make_layout(1))[0] = words[
-                                        i_row, part, group
-                                    ]
-                        # Must come before the arrival, or WGMMA, of another proxy, reads old data.
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(ab_pipeline.producer_get_barrier(state))
-                        state.advance()
+                    begin = state.index * (c.b_bytes // 4) + row * distance * row_words
+                    for i in cutlass.range_constexpr(2):
+                        to = sB_words + cute.assume(begin + chunks[i], divby=4)
+                        cute.autovec_copy(fp8[None, i], vector(to, 4))
+                cute.arch.sync_warp()  # must come before the release: one lane frees what all read
+                ring_pipeline.consumer_release(ring_state)
+                ring_state.advance()
+                # Must come before the arrival, or WGMMA, of another proxy, reads old data.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(ab_pipeline.producer_get_barrier(state))
+                state.advance()
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
         if warp == 0 and half == 0:
             # Must come before the exit, or the other CTAs' arrivals find this CTA gone.

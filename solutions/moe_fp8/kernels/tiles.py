@@ -14,7 +14,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Uint32
 
-from .configs import SMEM_BYTES, WARP, Schedule
+from .configs import WARP, Schedule
 from .sync import arrive_group, wait_for_previous
 
 MAX_EXPERTS = WARP * WARP
@@ -43,7 +43,7 @@ def max_ctas(
     """
     m_tiles = rows // (config.tile_m * config.cluster_m) + experts
     n_tiles = -(-n // (config.tile_n * config.cluster_n))
-    clusters = minimum(m_tiles * n_tiles, num_sms // config.cluster_size)
+    clusters = minimum(m_tiles * n_tiles, num_sms * config.ctas // config.cluster_size)
     return clusters * config.cluster_size
 
 
@@ -53,7 +53,7 @@ def expert_rows_smem(config: Any, experts: int) -> tuple[int, int]:
     Where a lane answers for several experts, each lookup of a tile reads their rows. L2 takes
     longer than a tile of few K blocks, so the rows are kept in shared memory if they fit.
     """
-    fits = 2 * experts * Int32.width // 8 <= SMEM_BYTES - config.smem_bytes
+    fits = 2 * experts * Int32.width // 8 <= config.smem_limit - config.smem_bytes
     return (2, experts) if WARP < experts and fits else (0, 0)
 
 
