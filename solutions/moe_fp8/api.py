@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .call import (
+    BLOCK,
     BatchedInputs,
     Form,
     Inputs,
@@ -31,9 +32,11 @@ from .call import (
     has_contiguous_lines,
 )
 from .layer import BatchedLayer, FusedLayer
+from .mxfp4 import PackedWeights, tensors_of_packed
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 E8M0 = torch.float8_e8m0fnu
+U8 = torch.uint8
 I32, I64 = torch.int32, torch.int64
 # Aliases: each look-up in another module may cost the host a cache miss.
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -74,10 +77,10 @@ def fused_moe(
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
     hidden_states_scale: torch.Tensor | None,
-    gemm1_weights: torch.Tensor,
-    gemm1_weights_scale: torch.Tensor,
-    gemm2_weights: torch.Tensor,
-    gemm2_weights_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor | PackedWeights,
+    gemm1_weights_scale: torch.Tensor | None,
+    gemm2_weights: torch.Tensor | PackedWeights,
+    gemm2_weights_scale: torch.Tensor | None,
     *,
     local_expert_offset: int = 0,
     routed_scaling_factor: float = 1.0,
@@ -131,10 +134,13 @@ def fused_moe(
             bfloat16. Pass scales that lie token by token, `[T, H/128]`, as `.t()`: nothing is
             copied. Without `.t()` they are refused, except if T = H/128: then the shape is right
             and the result wrong.
-        gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate.
+        gemm1_weights: `[L, 2 I, H]` float8_e4m3fn, rows of up above those of gate; or
+            `pack_mxfp4(..., gated=True)`, MXFP4 weights that the kernels read as four bits, on
+            Hopper.
         gemm1_weights_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, one per block of
-            128 x 128; or `[L, 2 I]` or `[L, 2 I, 1]` float32, one per row (output channel).
-        gemm2_weights: `[L, H, I]` float8_e4m3fn.
+            128 x 128; or `[L, 2 I]` or `[L, 2 I, 1]` float32, one per row (output channel). None
+            with packed weights, which have their scales.
+        gemm2_weights: `[L, H, I]` float8_e4m3fn, or `pack_mxfp4(...)`.
         gemm2_weights_scale: `[L, H/128, I/128]` of the same type; per row `[L, H]` or `[L, H, 1]`.
         local_expert_offset: the first local expert.
         routed_scaling_factor: a factor of all routing weights.
@@ -164,9 +170,13 @@ def fused_moe(
         RuntimeError: a stream is being captured and a kernel of the call is not loaded yet, or a
             transform of torch.func is under way.
     """
-    inputs = MoeInputs(
-        routing_logits, routing_bias, hidden_states, hidden_states_scale,
+    weights: tuple[Any, Any, Any, Any] = (
         gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+    )  # fmt: skip
+    if type(gemm1_weights) is PackedWeights or type(gemm2_weights) is PackedWeights:
+        weights = tensors_of_packed(weights, MoeInputs._fields[4:8])
+    inputs = MoeInputs(
+        routing_logits, routing_bias, hidden_states, hidden_states_scale, *weights,
         local_expert_offset, routed_scaling_factor,
     )  # fmt: skip
     output = _new_output(hidden_states) if out is None else out
@@ -174,7 +184,7 @@ def fused_moe(
     if not is_dynamo_compiling():
         try:
             seen = _layers_seen(
-                gemm1_weights.shape, n_group, topk_group, top_k,
+                weights[0].shape, n_group, topk_group, top_k,
                 gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
@@ -194,10 +204,10 @@ def experts(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13: torch.Tensor | PackedWeights,
+    w13_scale: torch.Tensor | None,
+    w2: torch.Tensor | PackedWeights,
+    w2_scale: torch.Tensor | None,
     *,
     x_scale: torch.Tensor | None = None,
     gate_first: bool = True,
@@ -227,10 +237,12 @@ def experts(
             expert e. Ids that are local already, -1 for other ranks', need the offset 0.
         topk_weights: `[T, K]` float32, the factors of the experts' outputs.
         x: `[T, H]` bfloat16, quantised as by `quantise_rows`, or float8_e4m3fn.
-        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
+        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up; or packed MXFP4 weights,
+            `pack_mxfp4(..., gated=True)`.
         w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
-            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
-        w2: `[L, H, I]` float8_e4m3fn.
+            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel; None with
+            packed weights.
+        w2: `[L, H, I]` float8_e4m3fn, or `pack_mxfp4(...)`.
         w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[H/128, T]` float32 of FP8 tokens, None with bfloat16. Pass scales `[T, H/128]` as
             `.t()`, as in `fused_moe`.
@@ -251,16 +263,18 @@ def experts(
         RuntimeError: a stream is being captured and a kernel of the call is not loaded yet, or a
             transform of torch.func is under way.
     """
+    weights: tuple[Any, Any, Any, Any] = (w13, w13_scale, w2, w2_scale)
+    if type(w13) is PackedWeights or type(w2) is PackedWeights:
+        weights = tensors_of_packed(weights)
     inputs = RoutedInputs(
-        topk_ids, topk_weights, x, x_scale, w13, w13_scale, w2, w2_scale,
-        local_expert_offset, expert_map,
-    )  # fmt: skip
+        topk_ids, topk_weights, x, x_scale, *weights, local_expert_offset, expert_map
+    )
     output = _new_output(x) if out is None else out
     seen: list[FusedLayer] = []
     if not is_dynamo_compiling():
         try:
             seen = _layers_seen(
-                w13.shape, num_experts, expert_map is None,
+                weights[0].shape, num_experts, expert_map is None,
                 gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
@@ -278,10 +292,10 @@ def experts(
 def batched_experts(
     x: torch.Tensor,
     num_tokens: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13: torch.Tensor | PackedWeights,
+    w13_scale: torch.Tensor | None,
+    w2: torch.Tensor | PackedWeights,
+    w2_scale: torch.Tensor | None,
     *,
     x_scale: torch.Tensor | None = None,
     expected_m: int | None = None,
@@ -309,10 +323,12 @@ def batched_experts(
     Args:
         x: `[L, R, H]` float8_e4m3fn, or bfloat16, quantised as by `quantise_rows`.
         num_tokens: `[L]` int32. A negative count counts as 0, one above R as R.
-        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up.
+        w13: `[L, 2 I, H]` float8_e4m3fn, rows of gate above those of up; or packed MXFP4 weights,
+            `pack_mxfp4(..., gated=True)`.
         w13_scale: `[L, 2 I/128, H/128]` float32 or float8_e8m0fnu, for a block of 128 x 128; or
-            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel.
-        w2: `[L, H, I]` float8_e4m3fn.
+            `[L, 2 I]` or `[L, 2 I, 1]` float32, for a row of `w13`, an output channel; None with
+            packed weights.
+        w2: `[L, H, I]` float8_e4m3fn, or `pack_mxfp4(...)`.
         w2_scale: `[L, H/128, I/128]` of the same type; for rows `[L, H]` or `[L, H, 1]`.
         x_scale: `[L, R, H/128]` float32 of FP8 tokens, contiguous along rows or along columns of
             each matrix (DeepEP's strides are `(R H/128, 1, R)`); None with bfloat16.
@@ -331,14 +347,17 @@ def batched_experts(
         RuntimeError: a stream is being captured and a kernel of the call is not loaded yet, or a
             transform of torch.func is under way.
     """
-    inputs = BatchedInputs(num_tokens, expected_m, x, x_scale, w13, w13_scale, w2, w2_scale)
+    weights: tuple[Any, Any, Any, Any] = (w13, w13_scale, w2, w2_scale)
+    if type(w13) is PackedWeights or type(w2) is PackedWeights:
+        weights = tensors_of_packed(weights)
+    inputs = BatchedInputs(num_tokens, expected_m, x, x_scale, *weights)
     output = _new_output(x) if out is None else out
     seen: list[FusedLayer] = []
     # `batched_layer` replaces None, for the long way alone.
     if not is_dynamo_compiling() and type(expected_m) is int and expected_m > 0:
         try:
             seen = _layers_seen(
-                w13.shape,
+                weights[0].shape,
                 gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
@@ -483,13 +502,12 @@ def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLay
     """
     logits, bias, x, x_scale, w13, w13_scale, w2, *_ = inputs
     try:
-        (_, experts), (_, hidden), (local, rows, _), (_, _, intermediate) = (
-            logits.shape, x.shape, w13.shape, w2.shape,
-        )  # fmt: skip
+        (_, experts), (_, hidden) = logits.shape, x.shape
+        local, rows, intermediate, packed = _sizes(w13, w2)
         key = (
             "deepseek_v3", experts, local, hidden, intermediate, *routing,
             logits.dtype, None if bias is None else bias.dtype, x.dtype, _is_strided(x_scale),
-            False, w13_scale.dtype, _is_per_channel(w13_scale, rows), *options,
+            False, w13_scale.dtype, _is_per_channel(w13_scale, rows), packed, *options,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape(inputs, (0, "[T, E]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
@@ -502,9 +520,8 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
     """Return the layer for the sizes and types of a call of `experts`; errors as `moe_layer`."""
     ids, _, x, x_scale, w13, w13_scale, w2, _, _, expert_map = inputs
     try:
-        (_, top_k), (_, hidden), (local, rows, _), (_, _, intermediate) = (
-            ids.shape, x.shape, w13.shape, w2.shape,
-        )  # fmt: skip
+        (_, top_k), (_, hidden) = ids.shape, x.shape
+        local, rows, intermediate, packed = _sizes(w13, w2)
         if expert_map is not None:
             (mapped,) = expert_map.shape
             if num_experts is not None:  # its errors pass through the handler below
@@ -516,7 +533,7 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
         key = (
             "given", local if num_experts is None else num_experts, local, hidden, intermediate,
             1, 1, top_k, ids.dtype, F32, x.dtype, _is_strided(x_scale), expert_map is not None,
-            w13_scale.dtype, _is_per_channel(w13_scale, rows), *options,
+            w13_scale.dtype, _is_per_channel(w13_scale, rows), packed, *options,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape(inputs, (0, "[T, K]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
@@ -532,12 +549,11 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
     `expected_m` as an integer; errors as `moe_layer`."""
     _, expected, x, _, w13, w13_scale, w2, _ = inputs
     try:
-        (local, rows, hidden), (_, rows13, _), (_, _, intermediate) = (
-            x.shape, w13.shape, w2.shape,
-        )  # fmt: skip
+        local, rows, hidden = x.shape
+        _, rows13, intermediate, packed = _sizes(w13, w2)
         key = (
             "batched", local, local, hidden, intermediate, 1, 1, 1, I32, None, x.dtype, False,
-            False, w13_scale.dtype, _is_per_channel(w13_scale, rows13), *options,
+            False, w13_scale.dtype, _is_per_channel(w13_scale, rows13), packed, *options,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape(inputs, (2, "[L, R, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
@@ -551,6 +567,15 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
         if expected < 1:
             raise ValueError(f"expected_m={expected}: expected a positive integer")
     return _layer_of(key, inputs, BATCHED_TYPES), inputs._replace(expected_m=expected)
+
+
+def _sizes(w13: torch.Tensor, w2: torch.Tensor) -> tuple[int, int, int, bool]:
+    """Return (L, 2 I, I, whether the weights are packed)."""
+    if w13.dtype is U8 and w2.dtype is U8 and w13.ndim == w2.ndim == 4:
+        local, row_blocks, _, _ = w13.shape
+        return local, row_blocks * BLOCK, w2.shape[2] * BLOCK, True
+    (local, rows, _), (_, _, intermediate) = w13.shape, w2.shape
+    return local, rows, intermediate, False
 
 
 WEIGHT_SCALES = (5, F32, E8M0)
@@ -578,7 +603,7 @@ def _layer(
     kind: str, num_experts: Any, local: int, hidden: int, intermediate: int,
     n_group: Any, topk_group: Any, top_k: Any,
     choice: Any, bias: Any, x: Any, strided: bool, has_map: bool,
-    weight_scale: Any, per_channel: bool, gate_first: Any, accurate: Any,
+    weight_scale: Any, per_channel: bool, packed: bool, gate_first: Any, accurate: Any,
     swiglu_limit: Any, swiglu_alpha: Any, swiglu_beta: Any, ue8m0: Any,
 ) -> FusedLayer:  # fmt: skip
     """Make the layer of these sizes and types."""
@@ -596,10 +621,10 @@ def _layer(
         "deepseek_v3" if kind == "deepseek_v3" else "given", swiglu, ue8m0,
     )  # fmt: skip
     is_batched = kind == "batched"
-    if per_channel:
+    if per_channel or packed:
         weight_scale = F32  # `check_call` refuses other types and names the argument
     form = Form(
-        choice, bias, x, strided, gate_first, has_map, weight_scale, per_channel, is_batched
+        choice, bias, x, strided, gate_first, has_map, weight_scale, per_channel, is_batched, packed
     )
     layer = BatchedLayer if is_batched else FusedLayer
     return layer(shape, 2 if accurate else 1, form=form, out_name="out")
@@ -668,6 +693,10 @@ def call_of(
     bound = inspect.signature(function).bind(*arguments, **options)
     bound.apply_defaults()
     named = dict(bound.arguments)
+    fields = (MoeInputs if function is fused_moe else RoutedInputs)._fields[4:8]
+    if any(type(named[name]) is PackedWeights for name in fields):
+        tensors = tensors_of_packed(tuple(named[name] for name in fields), fields)
+        named.update(zip(fields, tensors, strict=True))
     shared = Options._make(named[name] for name in Options._fields)
     inputs: Inputs
     if function is fused_moe:

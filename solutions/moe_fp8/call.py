@@ -505,12 +505,24 @@ def signature(shape: MoeShape, tokens: int, form: Form, out_name: str = "output"
         TensorSpec(name, (e, *of_one), scale, each_of, size, column=form.per_channel)
         for name, of_one in zip(names[5:8:2], scales, strict=True)
     )
-    weights = (
+    weights: tuple[TensorSpec, ...] = (
         TensorSpec(names[4], (e, 2 * i, h), fp8, f"{order}, of each expert"),
         scales13,
         TensorSpec(names[6], (e, h, i), fp8, "one down projection per local expert"),
         scales2,
     )
+    if form.packed:
+        weights = tuple(
+            spec
+            for name, of_one in zip(names[4:8:2], scales, strict=True)
+            for spec in (
+                TensorSpec(
+                    f"{name}.blocks", (e, *of_one, PACKED_BYTES), torch.uint8,
+                    "blocks of 128x128 MXFP4 values, as pack_mxfp4 makes them",
+                ),
+                TensorSpec(f"{name}.scale", (e, *of_one), f32, "one scale per block", 4),
+            )
+        )  # fmt: skip
     if form.batched:
         by_row = TensorSpec(
             "x_scale", (e, tokens, h // BLOCK), f32, f"one for {BLOCK} hidden columns", 4, True

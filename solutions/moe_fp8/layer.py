@@ -120,8 +120,10 @@ class FusedLayer:
         self, size: int, architecture: architectures.Architecture
     ) -> tuple[Any, Any]:
         """Return the configs of both GEMMs for `size`, the last number of a `key`."""
-        choose = self.configs or architecture.choose_layer
-        return choose(size, self.shape, self.terms)
+        if self.configs is not None:
+            return self.configs(size, self.shape, self.terms)
+        packed = self.actual_form.packed
+        return architecture.choose_layer(size, self.shape, self.terms, packed=packed)
 
     @functools.cached_property
     def actual_form(self) -> Form:
@@ -200,7 +202,7 @@ def make_call(
     from .kernels import fused  # imports the compiler, which the CPU does without
 
     architecture = architectures.of_device(device)
-    configs = configs or architecture.choose_layer(tokens, shape, terms)
+    configs = configs or architecture.choose_layer(tokens, shape, terms, packed=form.packed)
     num_sms = architectures.num_sms(device)
     function = fused.compile_fused(shape, *configs, num_sms, architecture.target, form)
     gpu, view_of = device.index, view_of_scales(form)

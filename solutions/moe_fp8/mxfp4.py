@@ -12,8 +12,8 @@ weights take 1 byte a value. Packed ones take 0.53: the kernels make the FP8 val
 
 import itertools
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -158,6 +158,47 @@ def _spread(words: torch.Tensor) -> torch.Tensor:
     return words & 0x00080008 | (words & 0x00800080) << 4
 
 
+def tensors_of_packed(
+    weights: tuple[Any, Any, Any, Any],
+    names: Sequence[str] = ("w13", "w13_scale", "w2", "w2_scale"),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return blocks and scales of both GEMMs' packed weights, as operators take them.
+
+    Args:
+        weights: packed weights and None, of GEMM1 and of GEMM2.
+        names: in messages.
+
+    Raises:
+        ValueError: one is not packed, has scales beside it or is packed for the other GEMM.
+    """
+    for place, gated in ((0, True), (2, False)):
+        each, scale = weights[place : place + 2]
+        if type(each) is not PackedWeights:
+            raise ValueError(
+                f"{names[place]}: expected PackedWeights as {names[2 - place]}, got "
+                f"{described(each)}"
+            )
+        if scale is not None:
+            raise ValueError(
+                f"{names[place + 1]}: expected None with PackedWeights, which have their scales, "
+                f"got {described(scale)}"
+            )
+        for part, dtype, dims in (("blocks", torch.uint8, 4), ("scale", torch.float32, 3)):
+            tensor = getattr(each, part)
+            if getattr(tensor, "dtype", None) is not dtype or tensor.ndim != dims:
+                raise ValueError(
+                    f"{names[place]}.{part}: expected {dtype} with {dims} dimensions, got "
+                    f"{described(tensor)}"
+                )
+        if each.gated is not gated:
+            raise ValueError(
+                f"{names[place]}: expected weights of pack_mxfp4(..., gated={gated}), got "
+                f"gated={each.gated}"
+            )
+    first, _, second, _ = weights
+    return first.blocks, first.scale, second.blocks, second.scale
+
+
 def unpack(weights: PackedWeights) -> torch.Tensor:
     """Return the FP8 values that the kernels make of packed weights, `[L, N, K]` float8_e4m3fn.
 
@@ -169,7 +210,7 @@ def unpack(weights: PackedWeights) -> torch.Tensor:
     stored = slabs[..., SLAB_VALUES:].reshape(-1, n_blocks, k_blocks, 2, 4, 8, 2, 4)
     exponents = stored & ~IS_SMALL
     if bool(((exponents > SPAN) | ((exponents < SMALL) != (stored >= IS_SMALL))).any()):
-        raise ValueError("blocks: expected exponents as `pack_mxfp4` writes them, got other bytes")
+        raise ValueError("blocks: expected exponents as pack_mxfp4 writes them, got other bytes")
     words = slabs[..., :SLAB_VALUES].contiguous().view(torch.int32)
     words = words.view(-1, n_blocks, k_blocks, 2, 2, 4, 32, 4)
     # (L, N/128, K/128, slab, row, warp, r, q, group)

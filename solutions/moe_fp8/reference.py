@@ -24,6 +24,7 @@ from .call import (
     bounded_offset,
     described,
 )
+from .mxfp4 import PackedWeights, unpack
 
 GEMM_COLUMNS = 1024
 """Output columns of one step: an expert's weights in float32 take a few MB."""
@@ -92,6 +93,9 @@ def expert_gemms(
     total, new, expert_rows = len(a), a.new_empty, flat_rows(m_indptr)
     h, i = shape.hidden_size, shape.intermediate_size
     w13, w13_scale, w2, w2_scale = weights
+    if w13.dtype is torch.uint8:
+        w13 = unpack(PackedWeights(w13, w13_scale, gated=True))
+        w2 = unpack(PackedWeights(w2, w2_scale, gated=False))
     w13_scale, w2_scale = w13_scale.float(), w2_scale.float()
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows)

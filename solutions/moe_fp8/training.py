@@ -18,6 +18,7 @@ from torch.nn.functional import grouped_mm
 
 from .api import BF16, F32, Options, experts, refuse_gradients
 from .call import BLOCK, RoutedInputs, Swiglu, described
+from .mxfp4 import PackedWeights
 from .reference import activated, dequantised, local_experts, quantise_rows
 
 
@@ -77,6 +78,8 @@ def differentiable_experts(
     )  # fmt: skip
     if not isinstance(x, torch.Tensor) or x.dtype is not BF16:
         raise ValueError(f"x: expected a {BF16} tensor [T, H], got {described(x)}")
+    if isinstance(w13, PackedWeights) or isinstance(w2, PackedWeights):
+        raise ValueError("w13, w2: expected FP8 tensors, got PackedWeights (they have no gradient)")
     # `topk_weights` and `x` may require gradients. Check the others, with ids in their places.
     refuse_gradients(inputs._replace(topk_weights=topk_ids, x=topk_ids), None)
     for name, master, weights in (("master_w13", master_w13, w13), ("master_w2", master_w2, w2)):

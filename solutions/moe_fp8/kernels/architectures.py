@@ -21,12 +21,30 @@ class Architecture:
     target: str  # the compiler's name of it
     choose: Callable[..., Any]  # picks a GEMM's config, see `heuristic_sm90.choose`
     layer: LayerRules  # make the fused layer's configs
+    # Make those for packed weights, see `heuristic_sm90.packed_layer`; None: there are no kernels.
+    packed_layer: Callable[[int, MoeShape, int], tuple[Any, Any]] | None = None
 
     def choose_layer(
-        self, tokens: int, shape: MoeShape, terms: int = 1, pick: Callable[..., Any] | None = None
+        self,
+        tokens: int,
+        shape: MoeShape,
+        terms: int = 1,
+        pick: Callable[..., Any] | None = None,
+        packed: bool = False,
     ) -> tuple[Any, Any]:
-        """Return the configs of the fused layer's GEMMs; `pick` takes the place of `choose`."""
-        return self.layer.configs(tokens, shape, terms, pick or self.choose)
+        """Return the configs of the fused layer's GEMMs; `pick` takes the place of `choose`.
+
+        Raises:
+            ValueError: weights are packed, and there are no kernels for them.
+        """
+        if not packed:
+            return self.layer.configs(tokens, shape, terms, pick or self.choose)
+        if self.packed_layer is None:
+            raise ValueError(
+                f"packed MXFP4 weights: expected a GPU of {HOPPER.gpus}, got one of {self.gpus}; "
+                "re-encode them by moe_fp8.from_mxfp4"
+            )
+        return self.packed_layer(tokens, shape, terms)
 
 
 HOPPER = Architecture(
@@ -34,6 +52,7 @@ HOPPER = Architecture(
     target="sm_90a",
     choose=heuristic_sm90.choose,
     layer=heuristic_sm90.LAYER,
+    packed_layer=heuristic_sm90.packed_layer,
 )
 BLACKWELL = Architecture(
     gpus="compute capability 10.0 (B200, GB200)",

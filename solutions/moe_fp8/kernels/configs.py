@@ -414,6 +414,14 @@ class GemmConfigSm90(GemmConfig):
         # Pairs of CTAs make the 128 columns of a scale, unless one CTA has them all.
         return replace(self, cluster_n=2 if self.tile_n == BLOCK else 1, quantises=terms)
 
+    def with_room_for(self, experts: int) -> "GemmConfigSm90":
+        """Return this config with as many stages as leave room for the rows of `experts` experts
+        (`tiles.expert_rows_smem`), or with its own."""
+        if self.stages:
+            return self
+        left = self.smem_limit - self.fixed_bytes - 2 * 4 * experts
+        return replace(self, stages=left // self.stage_bytes)
+
     def __str__(self) -> str:
         before = self.flags("swap_ab", "overlap")
         return self.one_line(

@@ -5,7 +5,9 @@ docs/notes/gemm_sm90.md and docs/notes/fused.md have the measurements behind eve
 
 import math
 from dataclasses import replace
+from typing import Any
 
+from ..call import BLOCK, MoeShape, expected_rows
 from .configs import GemmConfigSm90, LayerRules, Schedule
 
 # Rows per active expert up to which a config is used. With few rows the GEMM waits for the weights.
@@ -43,6 +45,20 @@ TWO_TERMS_LARGEST = GemmConfigSm90(
 )
 MULTIPROCESSORS = 132
 """Multiprocessors of the H100 and H200 (SXM)."""
+# Rows per active expert up to which a GEMM on packed weights has tiles of so many rows: as few as
+# hold nearly every expert's rows. For up to 32 rows two CTAs share a multiprocessor. With more rows
+# than the last, converters feed the usual tiles.
+PACKED_ROWS = (
+    (4, 8),
+    (10, 16),
+    (19, 24),
+    (26, 32),
+    (32, 40),
+    (39, 48),
+    (55, 64),
+)
+PACKED_STAGES = 6
+"""Stages of a GEMM whose tiles are a single wave: more delay the next kernel."""
 SMALLER = (
     GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True),
     GemmConfigSm90(tile_n=64, cluster_m=2),
@@ -88,6 +104,37 @@ LAYER = LayerRules(
     gathered=(512, 36),  # columns, rows an expert
     larger=(10, 24),  # rows an expert
 )  # fmt: skip
+
+
+def packed_layer(tokens: int, shape: MoeShape, terms: int = 1) -> tuple[Any, Any]:
+    """Return the configs of the fused layer's GEMMs on packed MXFP4 weights.
+
+    docs/notes/w4a8.md has the measurements.
+    """
+    rows = expected_rows(tokens * shape.top_k, shape.num_experts)
+    early = shape.intermediate_size // BLOCK > LAYER.in_order  # GEMM2 starts while GEMM1 runs
+    tile_m = next((tile for most, tile in PACKED_ROWS if rows <= most), None)
+    if tile_m is None:
+        many = GemmConfigSm90(cluster_n=2, packed=True, schedule=Schedule.DYNAMIC)
+        if rows <= LAYER.slices[1]:
+            many = replace(many, slices=True)
+        config2 = many if early else replace(many, schedule=Schedule.STATIC)
+        return many.with_swiglu(terms), replace(config2, terms=terms)
+    local_rows = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
+    single = local_rows * (2 * shape.intermediate_size // 256) <= MULTIPROCESSORS
+    config = GemmConfigSm90(
+        tile_m=tile_m, tile_n=256, swap_ab=True, packed=True,
+        ctas=1 if single or tile_m > 32 else 2, evict_first=single,
+        stages=PACKED_STAGES if single else 0,
+    )  # fmt: skip
+    early = early and not single
+    # GEMM1 leaves SMs to GEMM2. Tiles of many rows differ more in cost.
+    schedule = Schedule.DYNAMIC if tile_m > 24 else Schedule.WHOLE_WAVES
+    config1 = replace(config, schedule=schedule if early else Schedule.STATIC).with_swiglu(terms)
+    schedule = Schedule.DYNAMIC if early else Schedule.STATIC
+    config2 = replace(config, schedule=schedule, terms=terms)
+    experts = shape.num_local_experts
+    return config1.with_room_for(experts), config2.with_room_for(experts)
 
 
 def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -> GemmConfigSm90:
