@@ -1,17 +1,20 @@
 """vLLM and SGLang by one interface: prompts of token ids in, greedily decoded tokens out; and the
-models that `serve` knows by name, with their sizes as published, for random weights.
-
-DeepSeek-V3 and GLM-5 have one dense layer in place of three, so that a few layers include experts.
-`deepseek-v3-tp8` is the share of one of eight tensor-parallel ranks.
+models that `serve` knows by name, for random weights.
 """
 
+import atexit
+import functools
 import json
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from scripts.common.program import PACKAGE_DIR, UsageError, error_line
+from moe_fp8.serving.models import MODELS
+
+from scripts.common.program import UsageError, error_line, write_json
 
 ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
@@ -36,7 +39,6 @@ writes."""
 
 # --- models ---------------------------------------------------------------------------------------
 
-MODELS = PACKAGE_DIR / "serving" / "models"
 LAYERS = {
     "deepseek-v3": 4,
     "deepseek-v3-tp8": 11,
@@ -46,7 +48,7 @@ LAYERS = {
     "qwen3-235b-a22b": 16,
     "qwen3-30b-a3b": 48,
 }
-"""Layers that fit 80 GB with a cache for keys and values."""
+"""Layers of the known models that fit 80 GB with a cache for keys and values."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,21 @@ class Model:
         return int(self.config["num_hidden_layers"])
 
 
+@functools.cache
+def directory_of(name: str) -> Path:
+    """Return a directory with a known model's configuration, which goes when this process ends."""
+    place = Path(tempfile.mkdtemp(prefix="moe_fp8_models-"))
+    atexit.register(shutil.rmtree, place)
+    write_json(place / name / "config.json", MODELS[name])
+    return place / name
+
+
 def find_model(name: str, layers: int | None, random_weights: bool) -> Model:
-    """Return a model of `models/`, or one in a directory of weights. Raises UsageError."""
-    known = name in LAYERS
-    directory = MODELS / name if known else Path(name)
+    """Return a known model, or one in a directory of weights. Raises UsageError."""
+    known = name in MODELS
+    directory = directory_of(name) if known else Path(name)
     if not (directory / "config.json").is_file():
-        raise UsageError(f"--model {name}: expected a directory, or one of {', '.join(LAYERS)}")
+        raise UsageError(f"--model {name}: expected a directory, or one of {', '.join(MODELS)}")
     if known and not random_weights:
         raise UsageError(f"--model {name} has no weights: give --random-weights, or a directory")
     try:

@@ -802,7 +802,7 @@ def block_of(one_process, monkeypatch):
         monkeypatch.setattr(f"vllm._custom_ops.{name}", lambda *_, **__: None)
 
     def block(name: str, ranks: int, rank: int, expert_parallel: bool) -> Any:
-        directory = str(bake.MODELS / name)
+        directory = str(find_model(name, None, True).directory)
         config = ModelConfig(model=directory, skip_tokenizer_init=True, dtype="bfloat16")
         whole = VllmConfig(model_config=config, device_config=DeviceConfig("cpu"))
         whole.parallel_config.enable_expert_parallel = expert_parallel

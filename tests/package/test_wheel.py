@@ -50,7 +50,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     metadata = f"{wheel.name.rsplit('-', 3)[0]}.dist-info/"
     names = {n for n in zipfile.ZipFile(wheel).namelist() if not n.startswith(metadata)}
-    sources = (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("config.json"), PACKAGE / "py.typed")
+    sources = (*PACKAGE.rglob("*.py"), PACKAGE / "py.typed")
     assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in sources}
     assert len(names) > 50
 

@@ -459,9 +459,10 @@ def test_a_row_says_how_the_model_was_served(engine, options, head, monkeypatch)
     assert serve.row_of(backend, "decode", 1, 2.0, "ms")["dense"] is None
 
 
-@pytest.mark.parametrize("name", engines.LAYERS)
+@pytest.mark.parametrize("name", engines.MODELS)
 def test_known_models(name):
     model = find_model(name, None, True)
+    assert json.loads((model.directory / "config.json").read_text()) == model.config
     assert model.layers <= model.published and model.vocabulary > 10_000
     assert model.overrides.get("num_hidden_layers", model.published) == model.layers
     quantisation = model.config["quantization_config"]
@@ -480,12 +481,16 @@ def test_known_models(name):
         ("nothing", None, True, "--model nothing: expected a directory, or one of deepseek-v3"),
         ("kimi-k2", None, False, "--model kimi-k2 has no weights: give --random-weights"),
         ("qwen3-30b-a3b", 49, True, "--layers 49: qwen3-30b-a3b has 48"),
-        (str(engines.MODELS / "kimi-k2"), 2, False, "--layers: a part of trained weights"),
     ],
 )
 def test_models_that_cannot_be_served(name, layers, random, message):
     with pytest.raises(UsageError, match=f"^{message}"):
         find_model(name, layers, random)
+
+
+def test_a_part_of_trained_weights_is_refused():
+    with pytest.raises(UsageError, match="^--layers: a part of trained weights says nothing"):
+        find_model(str(engines.directory_of("kimi-k2")), 2, False)
 
 
 @pytest.mark.parametrize(

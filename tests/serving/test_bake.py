@@ -254,9 +254,8 @@ def test_options_reach_the_kernels(config, compiled, tmp_path):
 
 
 def test_every_known_model_is_served() -> None:
-    names = [path.name for path in bake.MODELS.iterdir()]
-    assert len(names) >= 7
-    for name in names:
+    assert len(bake.MODELS) >= 7
+    for name in bake.MODELS:
         assert forms(*bake.calls(bake.find_model(name)))
     model = bake.find_model("deepseek-v3")
     assert model == bake.Model("deepseek-v3", 256, 8, 7168, 2048, shared=1)

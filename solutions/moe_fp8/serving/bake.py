@@ -25,11 +25,10 @@ from ..api import batched_experts, call_of, experts
 from ..cache import CACHE_VARIABLE, KernelCache
 from ..call import BLOCK, CHUNK_TOKENS, MoeShape
 from ..kernels.architectures import GPUS, Architecture
+from .models import MODELS
 from .plugins import BLOCK_SHAPE, describe_layers, in_words
 from .prepare import Geometry, compile_all, list_geometries, missing
 
-MODELS = Path(__file__).with_name("models")
-"""The configurations of the models that are known by name."""
 CONFIG = "config.json"
 NAMES = {
     "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
@@ -100,20 +99,17 @@ def find_model(name: str) -> Model:
     Raises:
         UsageError: there is none, or its experts are not served.
     """
-    path = Path(name)
-    if (MODELS / name / CONFIG).is_file():
-        path = MODELS / name / CONFIG
-    elif path.is_dir():
+    path, config = Path(name), MODELS.get(name)
+    if path.is_dir():
         path /= CONFIG
-    elif not path.exists() and name.count("/") == 1:
+    elif not config and not path.exists() and name.count("/") == 1:
         path = download(name)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config or json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        known = ", ".join(sorted(directory.name for directory in MODELS.iterdir()))
         raise UsageError(
             f"--model {name}: expected a directory with a {CONFIG}, such a file, "
-            f"a name of the Hugging Face hub or one of {known} ({error})"
+            f"a name of the Hugging Face hub or one of {', '.join(MODELS)} ({error})"
         ) from None
     try:
         return read_model(name, config)
@@ -361,8 +357,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--model", required=True, metavar="DIR_OR_NAME",
         help=f"a model's directory or its {CONFIG}, a name of the Hugging Face hub (if "
-        "huggingface_hub is installed), or one of "
-        + ", ".join(sorted(directory.name for directory in MODELS.iterdir())),
+        f"huggingface_hub is installed), or one of {', '.join(MODELS)}",
     )  # fmt: skip
     cli.add_argument("--engine", choices=ENGINES, default="vllm", help="default: vllm")
     cli.add_argument(
