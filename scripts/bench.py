@@ -2,7 +2,7 @@
 
 Packs the solutions, makes the workloads' tensors, runs flashinfer-bench's own Benchmark on the GPUs
 of this machine and prints the ranking. Every run has its traces in a directory of its own under
-traces/, with environment, settings and hashes of the solutions in run.json. Ctrl-C stores and ranks
+runs/, with environment, settings and hashes of the solutions in run.json. Ctrl-C stores and ranks
 the results so far. --resume goes on, on the same machine with the same settings. Solutions that
 cannot run here are left out, and the ranking says why.
 
@@ -21,7 +21,7 @@ from scripts.common.program import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    TRACES_DIR,
+    RUNS_DIR,
     UsageError,
     duration,
     parser,
@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--contest", action="store_true", help=f"{text}, but for what is given")
     text = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
     add("--only-harness", action="store_true", help=text)
-    add("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where runs are kept")
+    add("--traces", type=Path, default=RUNS_DIR, metavar="DIR", help="where runs are kept")
     text = "go on with this run's directory, or with the latest run"
     add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=text)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
@@ -93,8 +93,8 @@ def main() -> int:
         run_foreign=args.run_foreign,
         definition=args.definition,
     )
-    if args.against and args.against not in {s.name for s in chosen.solutions}:
-        raise UsageError(f"--against {args.against}: no solution of that name is run")
+    if args.against:
+        options.one_name((s.name for s in chosen.solutions), args.against, "--against")
     every = chosen.trace_set.workloads[args.definition.name]
     if left := [f"T={cases.tokens(t.workload)}" for t in every if t not in chosen.workloads]:
         say(f"not run: {len(left)} workloads ({', '.join(left)})")

@@ -1,42 +1,38 @@
-"""Pack each generation into one self-contained flashinfer-bench Solution JSON, or export solutions.
+"""Pack each solution into one self-contained flashinfer-bench Solution JSON, or export solutions.
 
-    python3 run.py pack [NAME ...]                        pack generations, all by default
-    python3 run.py pack --to trace NAME ... [options]     for a pull request to flashinfer-trace
-    python3 run.py pack --to apply [NAME ...] [options]   a data set for flashinfer_bench.apply
+    python3 run.py pack [NAME ...]          write solutions/, all by default
+    python3 run.py pack --to trace [NAME ...] --gpu H100 --output DIR
+    python3 run.py pack --to apply [NAME ...] --gpu H100 --output DIR
 
-A generation is a file of solutions/moe_fp8 with a literal SOLUTION at its top level. Its packed
-form is solutions/<author>/<op_type>/<definition>/<name>.json: the closure of its relative imports
-and an entry file that loads them, the same bytes on every machine. A SOLUTION with "routings" is
-packed for further definitions, too: docs/adding-a-solution.md.
+A solution is a file of solutions/moe_fp8 with a literal SOLUTION at its top level. Its packed form
+is solutions/<author>/<op_type>/<definition>/<name>.json: the closure of its relative imports and an
+entry file that loads them, the same bytes on every machine. A SOLUTION with "routings" is packed
+for further definitions, too: docs/adding-a-solution.md.
 
-A solution is exported only if traces (--results: records, runs, data sets) back it: it must have
-passed on every workload of the data set, on the named GPU, with the exported sources. Otherwise it
-is refused, and the workloads without such a trace are listed. For `apply` any workloads will do. Of
-several solutions the fastest is taken, and without a name the fastest of all that have traces.
-`pack --to FORM --help` lists the options of an export.
+An export has solutions, and the traces of one run that back them: of the latest run of bench or
+record on a GPU (--gpu), or of --results. `trace` is for a pull request to flashinfer-trace, and for
+traces/ of this repository. `apply` is a data set for flashinfer_bench.apply with the solution that
+is fastest on average. A trace counts if the solution passed, and if its present sources are those
+that were measured or have the same machine code. `trace` exports a solution only if all workloads
+have such a trace.
 """
 
 import argparse
 import json
-import math
 import re
-import tempfile
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common import sources
-from scripts.common.definitions import DEFAULT, find
+from scripts.common import options, sources
+from scripts.common.definitions import MoeDefinition, find
 from scripts.common.program import (
-    DEFINITION,
     EXIT_OK,
-    OP_TYPE,
+    RESULTS_DIR,
     ROOT,
-    TRACES_DIR,
+    RUNS_DIR,
     Failure,
     UsageError,
-    option_type,
     parser,
     run_main,
     say,
@@ -46,295 +42,191 @@ from scripts.common.program import (
 
 if TYPE_CHECKING:
     import pandas as pd
-    from flashinfer_bench.data import Definition, Solution, Trace, Workload
+    from flashinfer_bench.data import Trace
 
+    from scripts.publishing.rows import Run
 
 TRACE, APPLY = FORMS = ("trace", "apply")
-FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-AUTHOR = option_type(
-    str, "folder's name of letters, digits and . _ -", lambda s: bool(FOLDER.fullmatch(s))
-)
 
 
-@dataclass(frozen=True)
-class Export:
-    """The JSON of a packed solution, and of the traces that back it."""
-
-    content: dict[str, Any]
-    traces: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return str(self.content["name"])
-
-    @property
-    def solution(self) -> "Solution":
-        from flashinfer_bench.data import Solution
-
-        return Solution.model_validate(self.content)
+# --- the traces that back a solution --------------------------------------------------------------
 
 
-def export_of(generation: sources.Generation, author: str | None = None) -> Export:
-    """Pack the generation, with `author` or the author in its file. The author is no part of
-    flashinfer-bench's hash. Raises PackError."""
-    content = json.loads(sources.pack(generation))
-    return Export(content | ({"author": author} if author else {}))
+def latest_run(gpu: str, definition: MoeDefinition) -> Path:
+    """Return the traces of the latest run or record of the definition on the GPU of exactly that
+    name, or on the only one that has all its words. Raises UsageError."""
+    from scripts.publishing.rows import TRACES, run_info
+
+    paths = (*RUNS_DIR.glob(f"*/{TRACES}"), *RESULTS_DIR.glob(f"*/*/{TRACES}"))
+    infos = {path: run_info(path) for path in paths}
+    known = {
+        path: info["hardware"]
+        for path, info in infos.items()
+        if info.get("definition") == definition.name and "hardware" in info
+    }
+    meant = {name for name in known.values() if name.lower() == gpu.lower()}
+    meant = meant or {
+        name for name in known.values() if _words(gpu) and _words(gpu) <= _words(name)
+    }
+    if len(meant) != 1:
+        there = f"means {' and '.join(sorted(meant))}" if meant else "no run of bench, no record"
+        others = ", ".join(sorted(set(known.values()))) or "none"
+        raise UsageError(f"--gpu {gpu}: {there}; there are {others}; or name a run by --results")
+    return max(
+        (path for path, name in known.items() if name in meant),
+        key=lambda path: infos[path].get("environment", {}).get("time", ""),
+    )
 
 
-class Refused(Failure):
-    """A solution that is not exported, with the reasons, one a line."""
+def _words(name: str) -> set[str]:
+    """Return the words of a GPU's name: an H200 is no H20."""
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def backing_traces(
-    solution: "Solution",
-    results: "pd.DataFrame",
-    workloads: "Sequence[Trace]",
-    gpu: str,
-    other_sources: bool = False,
-    synthetic: bool = True,
-    every: bool = True,
-) -> tuple[tuple[dict[str, Any], ...], str]:
-    """Return the traces that back a packed solution on the GPU whose name has the words of `gpu`,
-    in the data set's order, and a text about them.
+def backing(
+    name: str, results: "pd.DataFrame", workloads: "Sequence[Trace]", other_sources: bool
+) -> "tuple[pd.DataFrame, dict[str, str]]":
+    """Return the results that back a solution, the latest of each workload, in the order of the
+    workloads; and for each of the other workloads the reason."""
+    from scripts.measuring.cases import named
 
-    The latest trace of a workload counts. Traces of other sources than the packed ones (known by
-    flashinfer-bench's hash) count only with `other_sources`, and then only those of the last
-    measured source. Without `synthetic`, measurements on this repository's own tensors do not
-    count: the data set has others under the same uuids. Without `every`, workloads that are not
-    backed are left out, if at least one is backed.
+    f = results[(results.solution == name) & ~results.cpu.astype(bool)]
+    f = f.sort_values("timestamp", kind="stable").drop_duplicates("uuid", keep="last")
+    latest: dict[str, Any] = {result.uuid: result for result in f.itertuples()}
+    as_measured = {was: other_sources or sources.as_measured(name, was) for was in set(f.hash)}
 
-    Raises:
-        Refused: a workload, or without `every` all of them, has no trace that passed. The message
-            lists them, with the reasons.
-        UsageError: `gpu` fits several GPUs, or the traces are of several tolerances or clocks.
-    """
-    from scripts.measuring.cases import tokens
-    from scripts.publishing.rows import run_info
-
-    name, packed = solution.name, solution.hash()
-    mine = results[(results.solution == name) & ~results.cpu.astype(bool)]
-    hardware = _one_gpu(name, set(mine.hardware), gpu)
-    ordered = mine[mine.hardware == hardware].sort_values("timestamp", kind="stable")
-    measured: list[Any] = list(ordered.itertuples())
-    wanted = measured[-1].hash if other_sources else packed
-    chosen = {r.uuid: r for r in measured if r.hash == wanted}
-    latest = {r.uuid: r for r in measured}
-    # Sources whose run.json says that the tensors were this repository's.
-    ours = {s for s in ordered.source.unique() if run_info(Path(s)).get("dataset") == "."}
-
-    def against(workload: "Workload") -> str:
+    def against(workload: Any) -> str:
         """Return the reason why a workload is not backed; empty if it is."""
-        if workload.uuid not in latest:
+        if (result := latest.get(workload.uuid)) is None:
             return "no trace"
-        if workload.uuid not in chosen:
-            was = _source(latest[workload.uuid].hash)
-            return f"measured with {was}, not with {_source(wanted)}"
-        result = chosen[workload.uuid]
+        if not as_measured[result.hash]:
+            return (
+                f"measured with {result.hash[:8] or 'unknown'} sources, which had other machine "
+                "code than the present ones: --other-sources takes these traces"
+            )
         if not result.passed:
             return f"{result.status}: {result.reason}"
         if type(workload).model_validate(result.trace["workload"]) != workload:
             return "measured on other inputs than the data set's workload of this uuid"
-        if result.source in ours and not synthetic:
-            return "measured on this repository's synthetic tensors, not on those of the data set"
         return ""
 
-    reasons = [(t.workload, against(t.workload)) for t in workloads]
-    unbacked = {f"T={tokens(w)} {w.uuid[:8]}": why for w, why in reasons if why}
-    if unbacked and (every or len(unbacked) == len(workloads)):
-        raise Refused(
-            f"{name} is not exported: on {hardware} {len(unbacked)} of {len(workloads)} "
-            f"workloads are not backed:\n  {skipped_text(unbacked, chr(10) + '  ')}"
-        )
-    backed = [chosen[workload.uuid] for workload, why in reasons if not why]
-    ways = {f"{r.source}: {r.tolerance}; {r.timing}": (r.tolerance, r.timing) for r in backed}
-    if len(set(ways.values())) > 1:
-        many = "the traces are of several tolerances or clocks, name one run"
-        raise UsageError("\n  ".join([f"{name}: {many}:", *sorted(ways)]))
-    lines = [
-        f"{len(backed)} of {len(workloads)} workloads passed on {hardware} "
-        f"({backed[0].tolerance or 'tolerance unknown'})"
-    ]
-    if wanted != packed:
-        lines.append(f"the traces are of {_source(wanted)}, the exported one is {packed[:8]}")
-    if ours & {r.source for r in backed}:
-        lines.append(
-            "measured on this repository's synthetic routing (docs/dataset.md), not on the "
-            "captured tensors: bench --local PATH measures on those"
-        )
-    return tuple(r.trace for r in backed), "\n".join(f"{name}: {line}" for line in lines)
+    reasons = {trace.workload.uuid: against(trace.workload) for trace in workloads}
+    backed = [uuid for uuid, why in reasons.items() if not why]
+    texts = {named(t.workload): why for t in workloads if (why := reasons[t.workload.uuid])}
+    if len(texts) == len(workloads) and len(set(texts.values())) == 1:
+        texts = {"all workloads": next(iter(texts.values()))}
+    return f.set_index("uuid", drop=False).loc[backed], texts
 
 
-def _one_gpu(solution: str, known: Collection[str], gpu: str) -> str:
-    """Return the hardware of exactly that name, or the only one that has all the words."""
-    meant = [name for name in known if name.lower() == gpu.lower()]
-    # Whole words: an H200 is no H20.
-    meant = meant or [n for n in sorted(known) if _words(gpu) and _words(gpu) <= _words(n)]
-    if len(meant) > 1:
-        raise UsageError(f"--gpu {gpu} means {' and '.join(meant)}: give the whole name")
-    if not meant:
-        some = f"some of {', '.join(sorted(known))}" if known else "none of any GPU"
-        raise Refused(
-            f"{solution} is not exported: no traces on a GPU named {gpu}; there are {some}"
-        )
-    return meant[0]
+def fastest(backed: "pd.DataFrame", mix: bool) -> list[str]:
+    """Return the solution that is fastest in the mean of the workloads that back all of them: a
+    token's output must not depend on the fastest solution at a batch's size. With `mix`, return the
+    fastest of each workload. Raises UsageError: no workload backs all."""
+    import numpy as np
 
-
-def _words(name: str) -> set[str]:
-    return set(re.findall(r"[a-z0-9]+", name.lower()))
-
-
-def _source(digest: str) -> str:
-    return f"source {digest[:8]}" if digest else "an unknown source"
+    speedups = backed.pivot(index="uuid", columns="solution", values="speedup").astype(float)
+    if mix:
+        return sorted(set(speedups.idxmax(axis="columns")))
+    if (shared := speedups.dropna()).empty:
+        raise UsageError("no workload backs all of these solutions: name one, or give --mix")
+    return [str(np.log(shared).mean().idxmax())]
 
 
 def collect(
-    names: Sequence[str],
-    author: str | None,
-    results: Sequence[Path],
-    **options: Any,
-) -> list[Export]:
-    """Return the solutions with the traces among the results that back them; without names, those
-    that have some. `options` are for `backing_traces`. Raises Refused, PackError, UsageError."""
-    from scripts.publishing.rows import read_results
+    args: argparse.Namespace, run: "Run", workloads: "Sequence[Trace]", names: Sequence[str]
+) -> "dict[str, pd.DataFrame]":
+    """Return the solutions among `names` to export, with their results. Unless named, solutions
+    that are not backed are left out. Raises Failure, UsageError."""
+    import pandas as pd
 
-    chosen = sources.select(sources.generations(), [Path(name).name for name in names])
-    frame = read_results(results, DEFINITION)
-    exports, refused = [], []
-    for generation in chosen:
-        export = export_of(generation, author)
-        try:
-            traces, remark = backing_traces(export.solution, frame, **options)
-        except Refused as error:
-            if names:
-                raise
-            refused.append(str(error))
-            continue
-        exports.append(replace(export, traces=traces))
-        say(remark)
-    if not exports:
-        raise Refused("\n".join(refused))
-    for why in refused:
-        say(why.splitlines()[0].rstrip(":"))
-    return exports
+    backed: dict[str, pd.DataFrame] = {}
+    refused: dict[str, str] = {}
+    for name in options.select_names(names, args.names):
+        f, reasons = backing(name, run.results, workloads, args.other_sources)
+        if f.empty or (reasons and args.to == TRACE):
+            refused[name] = skipped_text(reasons, "\n    ")
+        else:
+            backed[name] = f
+            say(f"{name}: {len(f)} of {len(workloads)} workloads passed")
+    for name, why in refused.items():
+        say(f"{name} is not exported:\n    {why}")
+    if not backed or (args.names and refused):
+        raise Failure(f"{run.directory} does not back {', '.join(refused)}")
+    if args.to == APPLY:
+        chosen = fastest(pd.concat(backed.values()), args.mix)
+        backed = {name: f for name, f in backed.items() if name in chosen}
+    return backed
 
 
-def fastest(exports: Sequence[Export]) -> Export:
-    """Return the solution that is fastest in the mean of the workloads that back all of them: a
-    token's output must not depend on the fastest solution at a batch's size. Raises UsageError:
-    there is no such workload, or clocks and tolerances differ."""
-    from scripts.publishing.rows import TIMING, TOLERANCE
-
-    traces = [trace for export in exports for trace in export.traces]
-    libs = [trace["evaluation"]["environment"]["libs"] for trace in traces]
-    ways = {(lib.get(TIMING), lib.get(TOLERANCE)) for lib in libs}
-    shared = set.intersection(
-        *({trace["workload"]["uuid"] for trace in export.traces} for export in exports)
-    )
-    if len(ways) > 1 or not shared:
-        raise UsageError(
-            "the traces of these solutions are of several clocks or tolerances, or of no workload "
-            "in common: name one run, or one solution"
-        )
-
-    def score(export: Export) -> float:
-        backing = (trace for trace in export.traces if trace["workload"]["uuid"] in shared)
-        results = (trace["evaluation"]["performance"] for trace in backing)
-        return sum(math.log(result["speedup_factor"]) for result in results)
-
-    return max(exports, key=score)
+# --- an export ------------------------------------------------------------------------------------
 
 
-def write_tree(
-    form: str, output: Path, exports: Sequence[Export], definition: "Definition"
-) -> list[Path]:
-    """Write solutions and traces at their paths in a data set, for `apply` with the definition, and
-    build the solutions as flashinfer-bench does. Return the files. A solution that does not build
-    leaves nothing. Raises PackError; UsageError: `output` has files, which could be mixed up."""
-    from scripts.publishing.rows import finite
+def export(args: argparse.Namespace) -> list[Path]:
+    """Write solutions and traces at their paths in a data set, for `apply` with the definition.
+    Return the files. Solutions that flashinfer-bench does not build leave none."""
+    from scripts.measuring.cases import load
+    from scripts.publishing.rows import finite, read_run
 
-    here = output.resolve() == Path.cwd()  # replacing it would leave shells in the old directory
-    if here or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-        raise UsageError(f"{output} is there already: name a new directory")
-
-    def to_json(value: Any) -> str:
-        return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-    files = dict[str, str]()
-    if form == APPLY:
-        path = f"definitions/{OP_TYPE}/{DEFINITION}.json"
-        files[path] = to_json(definition.model_dump(mode="json"))
-    for export in exports:
-        below = f"{export.content['author']}/{OP_TYPE}/{DEFINITION}"
-        files[f"solutions/{below}/{export.name}.json"] = to_json(export.content)
-        lines = (json.dumps(finite(trace)) + "\n" for trace in export.traces)
-        files[f"traces/{below}.jsonl"] = files.get(f"traces/{below}.jsonl", "") + "".join(lines)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as directory:
-        folder = Path(directory) / output.name
-        for name, content in files.items():
-            write_file(folder / name, content)
-        for solution in folder.glob("solutions/**/*.json"):
-            sources.validate(solution.read_bytes())
-        folder.replace(output)
-    return [output / name for name in files]
+    output: Path = args.output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"--output {output} is there already: name a new directory")
+    run = read_run(args.results or latest_run(args.gpu, args.definition))
+    definition = find(run.definition)
+    place = ROOT if (local := run.info.get("dataset", ".")) == "." else Path(local)
+    data_set = load(place, definition)[0]
+    if not (workloads := data_set.workloads[definition.name]):
+        raise UsageError(f"{place} has no workloads of {definition.name}")
+    tensors = "this repository's synthetic tensors" if local == "." else local
+    say(f"{run.directory}: {', '.join(run.results.hardware.unique())}, measured on {tensors}")
+    files = dict[Path, bytes]()
+    if args.to == APPLY:
+        content = data_set.definitions[definition.name].model_dump(mode="json")
+        files[definition.path] = _line(content, indent=2)
+    generations = {g.name: g for g in sources.generations(definition=definition)}
+    for name, f in collect(args, run, workloads, [*generations]).items():
+        packed, below = sources.pack(generations[name]), generations[name].path_below
+        sources.validate(packed, ROOT / definition.path)
+        files["solutions" / below] = packed
+        traces = "traces" / below.parents[1] / f"{definition.name}.jsonl"
+        files[traces] = files.get(traces, b"") + b"".join(_line(finite(t)) for t in f.trace)
+    for path, content in files.items():
+        write_file(output / path, content)
+    return [output / path for path in files]
 
 
-def export_solutions(argv: Sequence[str] | None) -> None:
-    arguments = parser(__doc__)
-    add = arguments.add_argument
-    text = "names of solutions or of their files; with `apply` all by default"
-    add("solutions", nargs="*", metavar="SOLUTION", help=text)
-    add("--to", choices=FORMS, required=True, help="the form of the export")
-    add("--gpu", required=True, metavar="NAME", help="the GPU of the traces: 'H200'")
-    add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
-    text = "trace files, runs, records or data sets; this repository's traces/"
-    add("--results", nargs="+", type=Path, default=[TRACES_DIR], metavar="PATH", help=text)
-    text = "submit under this name instead of the solution's"
-    add("--author", type=AUTHOR, metavar="NAME", help=text)
-    text = "the data set whose workloads must have passed; this repository"
-    add("--local", type=Path, default=ROOT, metavar="PATH", help=text)
-    text = "take traces that were measured with other sources than are exported"
-    add("--other-sources", action="store_true", help=text)
-    text = "with `apply`, for each T the fastest; bits depend on T then"
-    add("--mix", action="store_true", help=text)
-    args = arguments.parse_args(argv)
-    if args.to == TRACE and (args.mix or not args.solutions):
-        arguments.error("--mix: only with --to apply" if args.mix else "name the solutions")
-
-    from scripts.measuring.cases import is_this_data_set, load
-
-    data_set = load(args.local)[0]
-    if not (workloads := data_set.workloads[DEFINITION]):
-        raise UsageError(f"{args.local} has no workloads of {DEFINITION}")
-    exports = collect(
-        args.solutions,
-        args.author,
-        args.results,
-        workloads=workloads,
-        gpu=args.gpu,
-        other_sources=args.other_sources,
-        synthetic=is_this_data_set(args.local),
-        every=args.to != APPLY,
-    )
-    if args.to == APPLY and not args.mix:
-        exports = [fastest(exports)]
-    print(*write_tree(args.to, args.output, exports, data_set.definitions[DEFINITION]), sep="\n")
+def _line(content: Any, indent: int | None = None) -> bytes:
+    return (json.dumps(content, indent=indent, ensure_ascii=False) + "\n").encode()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    form = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    form.add_argument("--to", nargs="?", const="")
-    if form.parse_known_args(argv)[0].to is not None:
-        export_solutions(argv)
-        return EXIT_OK
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("names", nargs="*", help="solutions (or their files) to pack; all")
-    add("--definition", type=find, default=DEFAULT, metavar="NAME", help="another definition")
-    add("--output", type=Path, metavar="DIR", help="directory of the JSON files")
-    add("--list", action="store_true", help="only list the generations")
+    text = "solutions, also short (fused), * allowed; all, with --to all that have traces"
+    add("names", nargs="*", metavar="NAME", help=text)
+    options.definition(arguments)
+    add("--output", type=Path, metavar="DIR", help="directory of the JSON files (solutions/...)")
+    add("--list", action="store_true", help="only list the solutions and their files")
+    group = arguments.add_argument_group("an export")
+    group.add_argument("--to", choices=FORMS, help="its form; --output names a new directory")
+    source = group.add_mutually_exclusive_group()
+    text = "take the latest run of bench (runs/) or record (results/) on this GPU: H200"
+    source.add_argument("--gpu", metavar="NAME", help=text)
+    text = "take this run or record"
+    source.add_argument("--results", type=Path, metavar="RUN", help=text)
+    text = "take traces of sources with other machine code, too"
+    group.add_argument("--other-sources", action="store_true", help=text)
+    text = "with `apply`, export the fastest solution of each T; bits depend on T then"
+    group.add_argument("--mix", action="store_true", help=text)
     args = arguments.parse_args(argv)
-    if args.list:
+    if args.to and not (args.output and (args.gpu or args.results)):
+        arguments.error("--to: also give --output DIR, and --gpu NAME or --results RUN")
+    if not args.to and (args.gpu or args.results or args.other_sources):
+        arguments.error("--gpu, --results, --other-sources: only with --to")
+    if args.mix and args.to != APPLY:
+        arguments.error("--mix: only with --to apply")
+    if args.to:
+        print(*export(args), sep="\n")
+    elif args.list:
         for generation in sources.generations(definition=args.definition):
             print(f"{generation.name}  {generation.path.name}")
     else:

@@ -142,6 +142,8 @@ class RunInfo(TypedDict, total=False):
     """run.json: no field is required, but each has its type."""
 
     definition: str
+    dataset: str
+    hardware: str
     command: list[str]
     environment: Captured
     timing: str

@@ -1,13 +1,13 @@
-"""Options that several programs share, each added to a parser by a function; names by pattern."""
+"""Options that several programs share, each added to a parser by a function; solutions by name."""
 
 import argparse
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.common.definitions import DEFAULT, find
-from scripts.common.program import ROOT, whole
+from scripts.common.program import ROOT, UsageError, short_name, whole
 
 Parser = argparse.ArgumentParser
 
@@ -27,7 +27,7 @@ def definition(to: Parser, **changed: Any) -> None:
 
 
 def solutions(to: Parser, default: str = "all of ours") -> None:
-    text = f"* allowed; {default}. The data set's own run where the whole name is given"
+    text = f"also short (fused), * allowed; {default}. The data set's own: by the whole name"
     to.add_argument("--solutions", nargs="+", default=[], metavar="NAME", help=text)
     to.add_argument(
         "--run-foreign", action="store_true", help="run all solutions of the data set, too"
@@ -55,5 +55,25 @@ def cpu(to: Parser) -> None:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """True if a name matches one of the shell-style patterns, or if there are none."""
-    return not patterns or any(fnmatch.fnmatch(name, p) for p in patterns)
+    """True if a solution's name, whole or as tables print it, matches one of the shell-style
+    patterns, or if there are none."""
+    names = (name, short_name(name))
+    return not patterns or any(fnmatch.fnmatch(n, p) for n in names for p in patterns)
+
+
+def select_names(names: Iterable[str], patterns: Sequence[str], option: str = "") -> list[str]:
+    """Return the solutions among `names` that the patterns name, in the order of `names`; all
+    without patterns. Raises UsageError, with the list: a pattern names none."""
+    names = list(names)
+    if unknown := [p for p in patterns if not any(matches(name, [p]) for name in names)]:
+        there = ", ".join(map(short_name, names)) or "none"
+        raise UsageError(f"{option}no solution {', '.join(unknown)}; there are: {there}")
+    return [name for name in names if matches(name, patterns)]
+
+
+def one_name(names: Iterable[str], pattern: str, option: str) -> str:
+    """Return the one solution that a pattern names. Raises UsageError."""
+    first, *others = select_names(names, [pattern], f"{option} {pattern}: ")
+    if others:
+        raise UsageError(f"{option} {pattern}: names {', '.join([first, *others])}; name one")
+    return first

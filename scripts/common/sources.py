@@ -27,6 +27,7 @@ from unittest import mock
 from moe_fp8.cache import PACKAGE, ClosureError, import_closure
 
 from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
+from scripts.common.options import select_names
 from scripts.common.program import (
     BASELINES,
     PACKAGE_DIR,
@@ -125,6 +126,13 @@ class Generation:
     @property
     def name(self) -> str:
         return self.definition.packed_name(str(self.metadata["name"]))
+
+    @property
+    def path_below(self) -> Path:
+        """The path of its packed form below a data set's solutions/."""
+        definition = self.definition
+        folder = Path(self.metadata["author"]) / definition.op_type / definition.name
+        return folder / f"{self.name}.json"
 
 
 def read_generation(path: Path, root: Path) -> Generation | None:
@@ -230,13 +238,9 @@ def pack(generation: Generation) -> bytes:
 
 
 def select(candidates: Sequence[Generation], names: Sequence[str]) -> list[Generation]:
-    """Return the named generations, by solution name or by file name, or all without names."""
-    called = {g.name: {g.name, g.path.stem, g.path.name} for g in candidates}
-    if unknown := set(names).difference(*called.values()):
-        there_are = ", ".join(called) or "none"
-        unknown_names = ", ".join(sorted(unknown))
-        raise UsageError(f"no generation named {unknown_names}; there are: {there_are}")
-    return [g for g in candidates if not names or called[g.name] & set(names)]
+    """Return the generations whose solutions are named, or all without names. Raises UsageError."""
+    chosen = select_names((g.name for g in candidates), names)
+    return [g for g in candidates if g.name in chosen]
 
 
 # --- the packed files -----------------------------------------------------------------------------
@@ -280,10 +284,10 @@ def write_packed(
     """Pack the named generations (all by default) into `output`. Return the paths of their JSON
     files.
 
-    The default output is where flashinfer-bench looks for them. Packing all removes packed files of
-    generations that no longer exist, which flashinfer-bench would otherwise still run. Up-to-date
-    files are left alone. Files that were not packed are kept, except empty ones, which a crash
-    leaves.
+    The default output is where flashinfer-bench looks for them. From there packed files are removed
+    that no present generation has in that place: flashinfer-bench would run them, too, or refuse
+    two solutions of one name. Up-to-date files are left alone. Files that were not packed are kept,
+    except empty ones, which a crash leaves.
 
     Raises:
         PackError: a generation cannot be packed.
@@ -293,8 +297,7 @@ def write_packed(
     every = every_generation(root)
     packed: dict[Path, bytes] = {}
     for g in select([g for g in every if g.definition == definition], names):
-        below = PACKED_DIR / g.metadata["author"] / definition.op_type / definition.name
-        path = (output or below) / f"{g.name}.json"
+        path = output / f"{g.name}.json" if output else PACKED_DIR / g.path_below
         if path.is_file() and path.stat().st_size and not is_ours(path):
             other = ", or name another --output" if output else ""
             raise UsageError(f"{path} is no solution of ours: move it{other}")
@@ -304,11 +307,10 @@ def write_packed(
             if build:
                 validate(content, ROOT / definition.path)
             write_file(path, content)
-    known = {g.name for g in every}
-    for folder in {path.parent for path in packed} if not names else ():
-        for path in folder.glob("*.json"):
-            if path.stem not in known and is_ours(path):
-                path.unlink()
+    known = {PACKED_DIR / g.path_below for g in every}
+    for path in () if output else PACKED_DIR.rglob("*.json"):
+        if path not in known and is_ours(path):
+            path.unlink(missing_ok=True)
     return list(packed)
 
 
@@ -345,7 +347,9 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
         name: set(was) for name, was in hashes.items() if name in now or name.startswith(PREFIX)
     }
     unknown = _names(n for n, was in ours.items() if "" in was)
-    others = [n for n, was in ours.items() if "" not in was and not _as_measured(n, was, now)]
+    others = [
+        n for n, was in ours.items() if "" not in was and not all(as_measured(n, w) for w in was)
+    ]
     changed = _names(others)
     sentences = []
     if len(others) > 1 and len(others) == len(hashes):
@@ -358,14 +362,13 @@ def remark(hashes: Mapping[str, Collection[str]], what: str = "this run") -> str
     return " ".join(sentences)
 
 
-def _as_measured(name: str, was: Collection[str], now: Mapping[str, str]) -> bool:
-    """True if a solution's sources are those of these hashes, or give the same machine code."""
-    if was == {now.get(name)}:
-        return True
+def as_measured(name: str, was: str) -> bool:
+    """True if a solution's present sources have the hash `was`, or give the machine code that those
+    with the hash gave. Only such measurements count as the present solution's."""
     for definition in MOE:
         if solution := packed(definition).get(name):
             texts = [source.content for source in solution.sources]
-            return all(unchanged(name, old, texts) for old in was)
+            return was == current(definition).get(name) or unchanged(name, was, texts)
     return False
 
 
@@ -645,8 +648,9 @@ def split_foreign(
     them with --run-foreign.
     """
     ours = {s.hash() for s in packed}
+    whole = set(named) - {short_name(s.name) for s in packed}  # `fused` is ours, not their `fused`
     return _split(
-        solutions, lambda s: None if run_foreign or s.name in named or s.hash() in ours else FOREIGN
+        solutions, lambda s: None if run_foreign or s.name in whole or s.hash() in ours else FOREIGN
     )
 
 

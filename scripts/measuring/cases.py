@@ -42,7 +42,7 @@ from scripts.common.definitions import (
     select,
     size_of,
 )
-from scripts.common.options import matches
+from scripts.common.options import select_names
 from scripts.common.program import ROOT, UsageError, os_error, say, skipped_text
 from scripts.common.sources import (
     is_peer,
@@ -111,12 +111,9 @@ def definition_of(trace_set: TraceSet) -> Definition:
 
 
 def select_solutions(solutions: Sequence[Solution], patterns: Sequence[str]) -> list[Solution]:
-    """Return the solutions whose names match one of the patterns, or all without patterns."""
-    unknown = [p for p in patterns if not any(matches(s.name, [p]) for s in solutions)]
-    if unknown or not solutions:
-        names = ", ".join(s.name for s in solutions) or "none"
-        raise UsageError(f"no solution matches {', '.join(unknown) or 'this'}; there are: {names}")
-    return [s for s in solutions if matches(s.name, patterns)]
+    """Return the solutions that the patterns name, or all without patterns. Raises UsageError."""
+    chosen = select_names((solution.name for solution in solutions), patterns)
+    return [solution for solution in solutions if solution.name in chosen]
 
 
 def tokens(workload: Workload) -> int:

@@ -30,7 +30,7 @@ from moe_fp8.call import BLOCK, MoeInputs, MoeShape
 from moe_fp8.reference import choose_experts, quantise_rows
 
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
-from scripts.common.options import matches
+from scripts.common.options import matches, select_names
 from scripts.common.program import FUSED, PREFIX, UsageError, error_line
 from scripts.common.sources import generations, pack
 from scripts.measuring import cases, layers
@@ -68,6 +68,7 @@ def choose(
     skipped = {}
     if layer.short:
         there = {g.name: g for g in generations(definition=packed_for)}
+        select_names([*(g.name for g in generations()), *there], wanted)  # refuses unknown ones
         lacking = {n for n in names if not any(matches(name, [n]) for name in there)}
         skipped = {names.pop(n): "is not packed for the layer" for n in lacking}
         if not names:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scripts.common.options import matches
+from scripts.common.options import one_name, select_names
 from scripts.common.program import (
     DEFINITION,
     PREFIX,
     RESULTS_DIR,
-    TRACES_DIR,
+    RUNS_DIR,
     UsageError,
     short_name,
     skipped_text,
@@ -241,15 +241,12 @@ def rankings(
     figures.
     """
     f = results
-    if against is not None and against not in set(f.solution):
-        raise UsageError(f"--against {against}: no trace of that solution")
+    if against is not None:
+        against = one_name(f.solution.unique(), against, "--against")
     if by == "device" and f.device.isna().all():
         raise UsageError("--by device: no trace has a device time (run.py measure times)")
-    for pattern in peers:
-        if not any(matches(name, [pattern]) for name in f.solution.unique()):
-            raise UsageError(f"--peers {pattern}: no trace of such a solution")
     if peers:
-        f = f.assign(peer=f.solution.map(lambda name: matches(name, peers)).astype(bool))
+        f = f.assign(peer=f.solution.isin(select_names(f.solution.unique(), peers, "--peers: ")))
     ranked = []
     same = ["hardware", "timing", "cpu", "tolerance", "emulated"]
     for key, group in f.groupby(same):
@@ -315,10 +312,10 @@ def find_run(path: Path | None) -> Path:
     """Return the directory of a run: the named one, or the latest of `bench`. Raises UsageError."""
     if path is not None:
         return path.parent if path.is_file() else path
-    runs = sorted(TRACES_DIR.glob(f"*/{TRACES}"))
+    runs = sorted(RUNS_DIR.glob(f"*/{TRACES}"))
     if not runs:
         raise UsageError(
-            f"no run in {TRACES_DIR}: run.py bench makes one, {RESULTS_DIR} has what is recorded"
+            f"no run in {RUNS_DIR}: run.py bench makes one, {RESULTS_DIR} has what is recorded"
         )
     return runs[-1].parent
 

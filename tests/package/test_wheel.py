@@ -22,7 +22,7 @@ from moe_fp8.call import MoeShape
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "solutions" / "moe_fp8"
 pytestmark = pytest.mark.xdist_group("wheel")  # it is built once
-ABSENT = ".*", "*.egg-info", "__pycache__", "blob", "build", "reports", "results", "traces"
+ABSENT = ".*", "*.egg-info", "__pycache__", "blob", "build", "reports", "results", "runs", "traces"
 """Files that a fresh clone does not have, or that no build reads."""
 SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
 

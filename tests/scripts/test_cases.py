@@ -8,6 +8,7 @@ import pytest
 import torch
 from small import solution
 
+from scripts.common import options
 from scripts.common.definitions import DEFAULT
 from scripts.common.program import DEFINITION, ROOT, UsageError
 from scripts.measuring import cases
@@ -44,12 +45,21 @@ def test_workloads_are_selected_by_length_and_by_uuid(chosen: str, ours) -> None
         assert [cases.tokens(t.workload) for t in traces] == wanted
 
 
-def test_solutions_are_selected_by_pattern() -> None:
-    every = [solution("a_v1"), solution("a_v2"), solution("b")]
-    assert cases.select_solutions(every, ["a_*"]) == every[:2]
-    assert cases.select_solutions(every, []) == every
-    with pytest.raises(UsageError, match="c.*there are: a_v1, a_v2, b"):
-        cases.select_solutions(every, ["c"])
+def test_solutions_are_selected_by_whole_or_short_names_and_by_patterns() -> None:
+    every = [solution("cutedsl_moe_fp8_v1"), solution("cutedsl_moe_fp8_v2"), solution("b")]
+    for patterns, chosen in (
+        (["v1"], every[:1]),
+        (["v*"], every[:2]),
+        (["b", "cutedsl_moe_fp8_v1"], [every[0], every[2]]),
+        ([], every),
+    ):
+        assert cases.select_solutions(every, patterns) == chosen
+    with pytest.raises(UsageError, match="^no solution c, d\\*; there are: v1, v2, b$"):
+        cases.select_solutions(every, ["v1", "c", "d*"])
+    names = [s.name for s in every]
+    assert options.one_name(names, "v2", "--against") == names[1]
+    with pytest.raises(UsageError, match="^--against v.: names .*_v1, .*_v2; name one$"):
+        options.one_name(names, "v?", "--against")
 
 
 def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -372,6 +372,7 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
         ("--as engines --definition glm5_limit10", "a layer that clamps"),
         ("--solutions triton_moe --definition glm5_limit10", "none of triton_moe is packed"),
         ("--solutions sglang_moe --definition glm5", "none of sglang_moe"),
+        ("--solutions fused fusd --definition glm5", "no solution fusd; there are: "),
     ],
 )
 def test_what_no_layer_has_is_refused(sweep, arguments: str, message: str) -> None:

@@ -11,13 +11,13 @@ import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MADE = ("blob/", "traces/", "solutions/moe-fp8-cutedsl/", ".venv")
+MADE = ("blob/", "runs/", "traces/", "solutions/moe-fp8-cutedsl/", ".venv")
 """Made by the programs; not part of a clone."""
 FOLDERS = ("", "docs", "docs/notes", "solutions/moe_fp8", "solutions/moe_fp8/kernels", "tests")
 """Folders that a page's paths may be relative to."""
 ELSEWHERE = {
     # Files of a packed solution and of other projects.
-    *("main.py", "hpc/fuse_moe.py", "hpc/group_gemm.py"),
+    *("main.py", "config.json", "hpc/fuse_moe.py", "hpc/group_gemm.py"),
     # Examples.
     *("solutions/moe_fp8/ladder/v7_idea.py", "x.py", "x/__init__.py"),
 }

@@ -244,17 +244,17 @@ def test_help(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("bench", ["--solutions", "absent"], "cutedsl_moe_fp8_v1"),
+        ("bench", ["--solutions", "absent"], "no solution absent; there are: "),
         ("bench", ["--local", "/absent"], "not a directory"),
         ("bench", ["--no-such-option"], "unrecognized arguments"),
-        ("bench", ["--cpu", "--against", "flat"], "--against flat: no solution of that name"),
+        ("bench", ["--cpu", "--against", "x"], "--against x: no solution x; there are: "),
         *(
             ("bench", [option, "--local=/absent"], f"argument {option.split('=')[0]}: ")
             for option in "--rtol=-1 --atol=nan --matched-ratio=1.5 --trials=0 --seed=-1".split()
         ),
         ("report", ["/absent"], "no traces.jsonl"),
         *more(("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: ")),
-        ("pack", ["absent"], "no generation named absent"),
+        ("pack", ["absent"], "no solution absent; there are: "),
         ("measure", [], "the following arguments are required: what"),
         ("measure", ["sweep", "--tokens", "0"], "--tokens: '0' is no whole number"),
     ],

@@ -340,7 +340,7 @@ def test_missing_packages_are_one_line(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_run_is_the_given_one_or_the_latest(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(rankings, "TRACES_DIR", tmp_path)
+    monkeypatch.setattr(rankings, "RUNS_DIR", tmp_path)
     assert "no run in" in call("report").stderr
     runs = [some_run(tmp_path / name) for name in ("1", "2")]
     for run, arguments in ((runs[1], []), (runs[0], [runs[0] / "traces.jsonl"])):

@@ -1,6 +1,7 @@
 """Packed solutions: deterministic, validated, self-contained bundles that every loader can call;
 the machines that can run a solution, and sources that have changed since a measurement."""
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -103,7 +104,7 @@ def test_the_program_lists_generations_and_packs_one_into_the_same_bytes_each_ti
 ) -> None:
     listed = call("pack", "--list").stdout.splitlines()
     assert listed == [f"{g.name}  {g.path.name}" for g in GENERATIONS.values()]
-    done = call("pack", "v1_loop_padding", "--output", tmp_path)
+    done = call("pack", "v1", "--output", tmp_path)
     assert done.returncode == 0 and "KiB" in done.stdout, done.stderr
     again = sources.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
     assert (tmp_path / "cutedsl_moe_fp8_v1.json").read_bytes() == again
@@ -189,23 +190,37 @@ def test_unknown_names_are_refused_and_so_are_two_generations_of_one_name(packag
 # --- where it goes -------------------------------------------------------------------------------
 
 
-def test_only_what_was_packed_is_removed_and_what_is_current_is_not_written(package) -> None:
-    """The directory may hold foreign files, and copies of our files under other names."""
+def test_only_packed_files_are_removed_and_only_changed_ones_are_written(
+    package: Path, monkeypatch
+) -> None:
+    """The data set may hold foreign files, and copies of our files under other names. Of two
+    solutions with one name flashinfer-bench reads neither."""
+    monkeypatch.setattr(sources, "PACKED_DIR", package.parent / "solutions")
+    pack = functools.partial(sources.write_packed, root=package, build=False)
     (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
-    path = write(package)[0].with_name("sample.json")
+    path, gone = pack()
     (package / "gone.py").unlink()
+    of_another_author = sources.PACKED_DIR / "another" / path.name
+    of_another_author.parent.mkdir()
+    of_another_author.write_bytes(path.read_bytes())
     foreign = {path.with_name("mine.json"): b"{}", path.with_name("old.json"): path.read_bytes()}
     for file, content in foreign.items():
         file.write_bytes(content)
-    before, names = path.stat().st_mtime_ns, {"sample.json", "mine.json", "old.json"}
-    assert write(package, "sample") == [path]  # forgets nothing
-    assert names_in(path.parent) == names | {"gone.json"}
-    assert write(package) == [path] and names_in(path.parent) == names
+    before = path.stat().st_mtime_ns
+    assert pack(["sample"]) == [path]
+    assert {*sources.PACKED_DIR.rglob("*.json")} == {path, *foreign}
     assert {file: file.read_bytes() for file in foreign} == foreign
     assert path.stat().st_mtime_ns == before
     current = path.read_bytes()
     path.write_bytes(b"")  # as a crash leaves it
-    assert write(package) == [path] and path.read_bytes() == current
+    assert pack() == [path] and path.read_bytes() == current
+
+
+def test_in_a_directory_of_the_users_nothing_is_removed(package: Path) -> None:
+    (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
+    path, gone = write(package)
+    (package / "gone.py").unlink()
+    assert write(package) == [path] and gone.is_file()
 
 
 @pytest.mark.parametrize("content", ["{}", "\0", '{"name": "sample", "author": "somebody"}'])
@@ -246,7 +261,7 @@ def test_builds_leave_the_place_of_others(before: str | None, package, monkeypat
     assert {path.name for path in package.parent.iterdir()} == {"package", "packed"}
 
 
-def test_definitions_have_their_own_folders_and_packing_one_removes_nothing_of_others(
+def test_definitions_have_their_own_folders_and_packing_one_keeps_the_solutions_of_others(
     package: Path, monkeypatch
 ) -> None:
     data, definition = package.parent / "data", MOE[1]
@@ -265,8 +280,7 @@ def test_definitions_have_their_own_folders_and_packing_one_removes_nothing_of_o
     assert packed(definition) == [sample, gone]
     (package / "gone.py").unlink()
     assert packed(DEFAULT) == [data / f"solutions/somebody/moe/{DEFAULT.name}/sample.json"]
-    assert gone.is_file(), "of another definition"
-    assert packed(definition) == [sample] and not gone.is_file()
+    assert sample.is_file() and not gone.is_file()
     packed(DEFAULT, folder)  # those of two definitions can lie in one directory
     assert names_in(folder) == {"sample.json", "sample_kimi_k2.json"}
 
@@ -544,14 +558,16 @@ def test_peers_are_others_solutions_and_our_baselines() -> None:
 
 
 def test_code_of_a_data_set_runs_only_where_it_is_asked_for() -> None:
-    every = [*PACKED, THEIRS, IMPOSTOR]
+    ours, theirs = (solution(name) for name in ("cutedsl_moe_fp8_fused", "fused"))
+    packed, every = [*PACKED, ours], [*PACKED, ours, THEIRS, theirs, IMPOSTOR]
     for named, run_foreign, runnable in (
-        ([], False, PACKED),
-        (["*", "?"], False, PACKED),  # a pattern names nothing
-        (["x"], False, [*PACKED, THEIRS]),
+        ([], False, packed),
+        (["*", "?"], False, packed),  # a pattern names nothing
+        (["x"], False, [*packed, THEIRS]),
+        (["fused"], False, packed),  # the short name of ours
         ([], True, every),
     ):
-        may, reasons = split_foreign(every, PACKED, named, run_foreign)
+        may, reasons = split_foreign(every, packed, named, run_foreign)
         assert may == runnable
         assert reasons == {s.name: FOREIGN for s in every if s not in runnable}
 

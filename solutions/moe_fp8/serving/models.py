@@ -35,7 +35,7 @@ def config(architecture: str, unquantised: tuple[str, ...] = (), **sizes: Any) -
 
 def deepseek(architecture: str = "DeepseekV3ForCausalLM", **changed: Any) -> Config:
     """Return DeepSeek-V3's configuration with other values."""
-    values = dict(
+    values: Config = dict(
         model_type="deepseek_v3",
         vocab_size=129280,
         max_position_embeddings=163840,
@@ -95,7 +95,8 @@ def glm5() -> Config:
         topk_group=1,
         rms_norm_eps=1e-5,
     )
-    return {key: value for key, value in values.items() if key not in ("rope_scaling", "rope_theta")}
+    del values["rope_scaling"], values["rope_theta"]  # they are in rope_parameters
+    return values
 
 
 def qwen3(layers: int, **sizes: Any) -> Config:
