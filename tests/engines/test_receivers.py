@@ -11,34 +11,14 @@ from pathlib import Path
 
 import installed
 import pytest
+from clone import Clone
 
 from scripts.common import sources
 from scripts.common.definitions import DEFAULT, MOE
 from scripts.common.program import ROOT
 
-RECORD = ROOT / "results/nvidia-h200/2026-11-28"
 BENCH = installed.directory / "flashinfer-bench"
 needs_bench = pytest.mark.skipif(not BENCH.is_dir(), reason=f"no {BENCH}")
-
-
-def export(*arguments: object) -> None:
-    """Run `run.py pack --to trace` on the record, even if the sources have changed."""
-    command = [
-        sys.executable,
-        ROOT / "run.py",
-        "pack",
-        "--to",
-        "trace",
-        *arguments,
-        "--gpu",
-        "H200",
-    ]
-    done = subprocess.run(
-        [*map(str, command), "--other-sources", "--results", str(RECORD)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def bench(*arguments: object) -> str:
@@ -54,9 +34,12 @@ def bench(*arguments: object) -> str:
     return done.stdout + done.stderr
 
 
-def validate(root: Path, checks: str) -> dict[str, dict[str, tuple[str, list[str]]]]:
+def validate(
+    root: Path, checks: str, *options: object
+) -> dict[str, dict[str, tuple[str, list[str]]]]:
     """Return the status and the messages of each check, by definition."""
-    bench("validate", "--dataset", root, "--checks", checks, "--outputs", "json", "--disable-gpu")
+    common = ["--dataset", root, "--checks", checks, "--outputs", "json", "--disable-gpu"]
+    bench("validate", *common, *options)
     (path,) = (root / "reports").glob("*.json")
     return {
         name: {
@@ -112,18 +95,21 @@ def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
 
 
 @needs_bench
-def test_the_tree_of_a_pull_request_has_a_ranking(tmp_path: Path) -> None:
-    tree, peer = tmp_path / "tree", "triton_moe"
-    export("v5_fused", "--output", tree)
-    export(peer, "--author", "baseline", "--output", tmp_path / "peer")
-    shutil.copytree(tmp_path / "peer", tree, dirs_exist_ok=True)
-    for folder in ("definitions", "workloads"):
-        shutil.copytree(ROOT / folder, tree / folder)
-    report = validate(tree, "solution,trace,baseline")[DEFAULT.name]
+def test_the_repository_is_valid_and_has_a_ranking(tmp_path: Path) -> None:
+    """With the tensors and a record's traces."""
+    clone = Clone(tmp_path)
+    clone.make()
+    checks = "layout,definition,workload,solution,trace,baseline"
+    report = validate(clone.root, checks, "--definitions", DEFAULT.name)[DEFAULT.name]
     assert {status for status, _ in report.values()} == {"ok"}
+    assert report["workload"][1] == ["19 valid"]
     assert report["baseline"][1] == [
-        f"solution: {peer}",
+        "solution: triton_moe",
         "trace: all passed",
         "trace: 19/19 workloads",
     ]
-    assert "1     moe-fp8-cutedsl" in bench("report", "summary", "--local", tree)
+    assert "1     moe-fp8-cutedsl" in bench("report", "summary", "--local", clone.root)
+    assert "No valid solution found" in bench("report", "best", "--local", clone.root)
+    assert clone.shell("python3 run.py pack --definition glm5_limit10").returncode == 0
+    with pytest.raises(AssertionError, match="No baseline solution .*_limit10'"):
+        bench("report", "summary", "--local", clone.root)

@@ -6,10 +6,10 @@ The traces are made up: what is measured is not asked here, only what is done wi
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import small_record
 import torch
 from deepseek import new_output, output_of
 from flashinfer_bench import ApplyConfig, apply, enable_apply
@@ -19,11 +19,11 @@ from markers import backends
 from moe_fp8.call import MoeInputs
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
+from programs import call
 
 from scripts.common.program import DEFINITION, ROOT
-from scripts.common.sources import generations
+from scripts.common.sources import current
 from scripts.measuring.cases import load
-from scripts.pack import export_of, write_tree
 
 pytestmark = backends("gpu")
 
@@ -34,35 +34,35 @@ SPEEDUPS = {FLAT: {7: 40.0, 80: 30.0}, FUSED: {7: 30.0, 80: 40.0, 1: 50.0}}
 
 @pytest.fixture(scope="module")
 def data_set(tmp_path_factory) -> Path:
-    place, known = tmp_path_factory.mktemp("apply"), load(ROOT)[0]
-    definition, workloads = known.definitions[DEFINITION], known.workloads[DEFINITION]
-    exports = []
-    for generation in generations():
-        if generation.name not in SPEEDUPS:
-            continue
-        export = export_of(generation)
-        traces = [
-            {
-                "definition": DEFINITION,
-                "workload": trace.workload.model_dump(mode="json"),
-                "solution": export.name,
-                "evaluation": {
-                    "status": "PASSED",
-                    "environment": {"hardware": "this GPU", "libs": {}},
-                    "timestamp": "2026-01-01T00:00:00",
-                    "correctness": {"max_relative_error": 4e10, "max_absolute_error": 24288.0},
-                    "performance": {
-                        "latency_ms": 1.0,
-                        "reference_latency_ms": speedup,
-                        "speedup_factor": speedup,
-                    },
+    place = tmp_path_factory.mktemp("apply")
+    traces = [
+        {
+            "definition": DEFINITION,
+            "workload": trace.workload.model_dump(mode="json"),
+            "solution": name,
+            "evaluation": {
+                "status": "PASSED",
+                "environment": {
+                    "hardware": "this GPU",
+                    "libs": {"solution_hash": current()[name]},
                 },
-            }
-            for trace in workloads
-            if (speedup := SPEEDUPS[export.name].get(trace.workload.axes["seq_len"]))
-        ]
-        exports.append(replace(export, traces=tuple(traces)))
-    write_tree("apply", place / "apply", exports, definition)
+                "timestamp": "2026-01-01T00:00:00",
+                "correctness": {"max_relative_error": 4e10, "max_absolute_error": 24288.0},
+                "performance": {
+                    "latency_ms": 1.0,
+                    "reference_latency_ms": speedup,
+                    "speedup_factor": speedup,
+                },
+            },
+        }
+        for name, by_tokens in SPEEDUPS.items()
+        for trace in load(ROOT)[0].workloads[DEFINITION]
+        if (speedup := by_tokens.get(trace.workload.axes["seq_len"]))
+    ]
+    results = small_record.write(place / "traces.jsonl", traces)
+    export = ["--to", "apply", "--mix", "--results", results, "--output", place / "apply"]
+    done = call("pack", *SPEEDUPS, *export)
+    assert done.returncode == 0, done.stderr
     return place
 
 

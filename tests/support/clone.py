@@ -1,0 +1,68 @@
+"""A fresh clone of this repository with what docs/dataset.md makes in it for flashinfer-bench, and
+the commands that pages name."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.common.program import ROOT
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+OTHERS = ".*", "*.egg-info", "__pycache__", "blob", "build", "moe-fp8-cutedsl", "runs", "traces"
+"""What a clone without git has besides its files."""
+EXPORT = "/tmp/h100"
+"""The directory of an export on the page."""
+SHIMS = {
+    "python3": "",
+    "flashinfer-bench": ' -c "from flashinfer_bench.cli.main import cli; cli()"',
+}
+
+
+def commands(text: str, programs: str) -> list[str]:
+    """Return the lines of blocks that call one of the programs."""
+    return re.findall(rf"^ {{0,4}}((?:{programs}) .*)$", text, flags=re.MULTILINE)
+
+
+def section() -> str:
+    """Return what docs/dataset.md says of flashinfer-bench's own programs."""
+    text = (ROOT / "docs/dataset.md").read_text("utf-8")
+    return text.split("\n## With flashinfer-bench\n")[1].split("\n## ")[0]
+
+
+class Clone:
+    """Its directory, and a shell in it."""
+
+    def __init__(self, place: Path):
+        self.place, self.root = place, place / "clone"
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True).stdout
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():  # not removed since the last commit
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, self.root / name)
+        if not listed:  # no git
+            shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*OTHERS))
+        for name, arguments in SHIMS.items():
+            shim = place / "bin" / name
+            shim.parent.mkdir(exist_ok=True)
+            shim.write_text(f'#!/bin/sh\nexec "{sys.executable}"{arguments} "$@"\n')
+            shim.chmod(0o755)
+
+    def make(self) -> None:
+        """Pack the solutions, make the tensors, and get the traces of a record."""
+        for command in commands(section(), "python3|cp"):
+            done = self.shell(command)
+            assert done.returncode == 0, done.stderr
+
+    def shell(self, command: str, gpu: bool = False) -> "subprocess.CompletedProcess[str]":
+        """Run a command of a page."""
+        path = os.pathsep.join([str(self.place / "bin"), os.environ["PATH"]])
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        env |= {"PATH": path} if gpu else {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        command = command.replace(EXPORT, str(self.place / "export"))
+        return subprocess.run(
+            ["bash", "-c", command], cwd=self.root, env=env, capture_output=True, text=True
+        )
