@@ -11,7 +11,17 @@ from pathlib import Path
 from scripts.common.program import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-OTHERS = ".*", "*.egg-info", "__pycache__", "blob", "build", "moe-fp8-cutedsl", "runs", "traces"
+OTHERS = (
+    ".*",
+    "*.egg-info",
+    "__pycache__",
+    "blob",
+    "build",
+    "moe-fp8-cutedsl",
+    "baseline",
+    "runs",
+    "traces",
+)
 """What a clone without git has besides its files."""
 EXPORT = "/tmp/h100"
 """The directory of an export on the page."""
@@ -59,10 +69,10 @@ class Clone:
 
     def shell(self, command: str, gpu: bool = False) -> "subprocess.CompletedProcess[str]":
         """Run a command of a page."""
-        path = os.pathsep.join([str(self.place / "bin"), os.environ["PATH"]])
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        env |= {"PATH": path} if gpu else {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        env |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
         command = command.replace(EXPORT, str(self.place / "export"))
+        command = f'PATH="{self.place / "bin"}:$PATH"; {command}'
         return subprocess.run(
             ["bash", "-c", command], cwd=self.root, env=env, capture_output=True, text=True
         )
