@@ -101,8 +101,8 @@ def backing(
             return "no trace"
         if not as_measured[result.hash]:
             return (
-                f"measured with {result.hash[:8] or 'unknown'} sources, which had other machine "
-                "code than the present ones: --other-sources takes these traces"
+                f"measured with sources {result.hash[:8] or '(unknown)'}, of which no record says "
+                "that they give the present machine code: --other-sources takes these traces"
             )
         if not result.passed:
             return f"{result.status}: {result.reason}"
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--gpu", metavar="NAME", help=text)
     text = "take this run or record"
     source.add_argument("--results", type=Path, metavar="RUN", help=text)
-    text = "take traces of sources with other machine code, too"
+    text = "take traces of all sources"
     group.add_argument("--other-sources", action="store_true", help=text)
     text = "with `apply`, export the fastest solution of each T; bits depend on T then"
     group.add_argument("--mix", action="store_true", help=text)

@@ -105,8 +105,8 @@ SPOILED: list[tuple[dict, str]] = [
     ({"evaluation": {"correctness": CHANGED}}, "CHANGED_INPUTS"),
     ({"workload": {"inputs": {"local_expert_offset": {"value": 31}}}}, "measured on other inputs"),
     (libs(device="cpu"), "no trace"),
-    (OTHER_SOURCE, "measured with 01234567 sources, .* --other-sources takes these traces"),
-    (libs(solution_hash=""), "measured with unknown sources"),
+    (OTHER_SOURCE, "measured with sources 01234567, .* --other-sources takes these traces"),
+    (libs(solution_hash=""), "measured with sources .unknown., of which no"),
     ({"solution": "theirs"}, "no trace"),
 ]
 
@@ -448,5 +448,5 @@ def test_nothing_is_exported_without_traces_of_the_present_sources(tmp_path: Pat
     traces = measured({FUSED: {7: 5.0}})
     traces[0]["evaluation"]["environment"]["libs"]["solution_hash"] = "0123"
     done = export_apply(tmp_path, traces)
-    assert re.search("(?s)all workloads: no trace.*T=7 .*: measured with 0123 sources", done.stderr)
+    assert re.search("(?s)all workloads: no trace.*T=7 .*: measured with sources 0123", done.stderr)
     assert done.returncode == 1 and not (tmp_path / "made").exists()
