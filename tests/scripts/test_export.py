@@ -4,8 +4,10 @@ that flashinfer_bench.apply hands to them, on the CPU through the reference mode
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -431,6 +433,31 @@ def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
     # The usual bounds, 0.01 and 1e-5, are of errors of outputs that reach 1e6.
     with enable_apply(str(data_set)), pytest.raises(RuntimeError, match="Apply miss"):
         apply(DEFINITION, args=inputs)
+
+
+BY_VARIABLES = f"""
+import math
+from flashinfer_bench import ApplyConfig, apply
+from flashinfer_bench.apply import get_default_registry
+from one_token import arguments
+
+values, expected = arguments()
+inputs = tuple(values.values())[:-1]
+get_default_registry().default = ApplyConfig(max_atol=math.inf, max_rtol=math.inf)
+returned = apply("{DEFINITION}", args=inputs).float()
+assert ((returned - expected).abs() <= 0.05 * expected.abs()).all()
+"""
+
+
+@pytest.mark.all
+def test_variables_enable_it_too(data_set: Path, tmp_path: Path) -> None:
+    variables = {"FIB_ENABLE_APPLY": "1", "FIB_DATASET_PATH": str(data_set)}
+    paths = os.pathsep.join(filter(None, sys.path))
+    env = os.environ | variables | {"FIB_CACHE_PATH": str(tmp_path), "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", BY_VARIABLES], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_directory_holds_what_apply_reads_and_only_what_is_backed(data_set: Path) -> None:
