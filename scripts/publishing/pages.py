@@ -3,7 +3,8 @@ and docs/results.md.
 
 `<!-- record: DIRECTORY -->` in a page names the record of the blocks that follow. A block is the
 text between `<!-- generated: NAME -->` and `<!-- /generated -->`; `BLOCKS` makes it. Pictures of
-blocks go to docs/pictures and carry a hash of the record's data, which a check compares.
+blocks go to docs/pictures and carry a hash of the record's data, which a check compares. Folded
+tables of a block are in the HTML page alone, unless the block is `whole`.
 
 The HTML page needs no network, follows the reader's light or dark setting and is readable on a
 phone. It needs jinja2 and matplotlib: the extra `report`.
@@ -29,6 +30,7 @@ from scripts.common.program import (
     PREFIX,
     RESULTS_DIR,
     ROOT,
+    RUNS_DIR,
     UsageError,
     markdown,
     number,
@@ -40,7 +42,7 @@ from scripts.common.program import (
 from scripts.common.sources import changed_since, remark
 from scripts.publishing import plots, rankings, tables
 from scripts.publishing.rankings import Ranking, Recorded, clocks_text, headline, notes, read, title
-from scripts.publishing.rows import BITS, FILE, Clock
+from scripts.publishing.rows import BITS, FILE, TIMES, Clock
 from scripts.publishing.tables import KERNELS, NOISY, SERVED, TRAINED, Table, short_table
 
 README = ROOT / "README.md"
@@ -54,6 +56,12 @@ TEMPLATE = Path(__file__).with_name("page.html")
 NEEDED = ("jinja2", "matplotlib")
 GENERATIONS = ("v1", "v2", "v3", "flat", "fused", "fused_hifi")
 LADDER_TOKENS = (1, 80, 901, 14107)
+FIRST_PEERS = 5
+CLOCK_TITLES: Mapping[Clock, str] = {
+    "harness": "Time by the harness, host included,",
+    "device": "Time on the GPU alone",
+}
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 TIMELINE_TOKENS = (1, 901)
 FORM = "experts"
 MANY_EXPERTS = 16
@@ -62,17 +70,114 @@ MANY_EXPERTS = 16
 
 @dataclass(frozen=True)
 class Picture:
-    """A function that draws a matplotlib figure, a title that describes it, the name of its file
-    in docs, and a note below it in an HTML page."""
+    """A function that draws a matplotlib figure, a title, the name of its file in docs, a text in
+    its place for readers who do not see it, and a note below it."""
 
     draw: Callable[[], Any]
     title: str
     name: str
+    alt: str
     note: str = ""
 
 
-Part = Picture | Table | str
+@dataclass(frozen=True)
+class Link:
+    """A sentence and a link to a file of the repository, in a generated block."""
+
+    before: str
+    text: str
+    target: str
+
+
+Part = Picture | Table | Link | str
 """A part of a section or a block. A string is plain text: each renderer escapes it."""
+
+
+# --- parts: pictures of ratios --------------------------------------------------------------------
+
+ROOFLINE_NOTE = (
+    "Roofline: a measured read of the active experts' weights, or FLOPs over the measured FP8 "
+    "rate, whichever takes longer."
+)
+NO_ROOFLINE = "This record holds no rates measured on this GPU, so no roofline: over the fastest."
+
+
+def lines_pictures(
+    name: str,
+    title: str,
+    panels: Mapping[str, pd.DataFrame],
+    peers: "pd.Series[bool]",
+    note: str,
+    log: bool = False,
+) -> list[Picture]:
+    """Return a picture of ratios over the numbers of tokens, a panel for each title; nothing
+    without ratios."""
+    panels = {panel: ratios for panel, ratios in panels.items() if not ratios.empty}
+    if not panels:
+        return []
+    shown = {panel: plots.near(ratios) for panel, ratios in panels.items()}
+    left = {n: short_name(n) for panel in panels for n in panels[panel] if n not in shown[panel]}
+    if left:
+        note += f" Not drawn where it is far slower: {', '.join(left.values())}."
+    peers = peers[[any(name in ratios for ratios in shown.values()) for name in peers.index]]
+    panel, ratios = next(iter(shown.items()))
+    first = peers[peers.index.isin(ratios.columns)].drop_duplicates()  # of ours and of the peers
+    ranges = (
+        f"{short_name(n)} {ratios[n].min():.2f} to {ratios[n].max():.2f}" for n in first.index
+    )
+    tokens = f"{ratios.index.min()} to {ratios.index.max()} tokens"
+    alt = f"{title}: {len(ratios.columns)} lines from {tokens}. {panel}: {', '.join(ranges)}."
+    return [Picture(partial(plots.lines_figure, shown, peers, log), title, name, alt, note)]
+
+
+def ratios_of(ranking: Ranking, clock: Clock) -> pd.DataFrame:
+    """Return each solution's times over the roofline, workloads down by their numbers of tokens,
+    without what has no time."""
+    tokens, uuids = zip(*ranking.workloads, strict=True)
+    ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
+    ratios = tables.over_limit(ms, ranking.limits.roofline)
+    return ratios.set_axis(tokens).dropna(axis=1, how="all")
+
+
+def limit_text(ranking: Ranking) -> str:
+    return "the fastest" if ranking.limits.empty else "the roofline"
+
+
+def latency_pictures(ranking: Ranking) -> list[Picture]:
+    """Return all solutions' times over the roofline, a panel for each clock; none without times."""
+    panels = {
+        f"{CLOCK_TITLES[clock]} over {limit_text(ranking)}": ratios_of(ranking, clock)
+        for clock in reversed(ranking.clocks)
+    }
+    peers = ranking.summary.set_index("solution").peer
+    what = f"Time of all solutions over {limit_text(ranking)}"
+    note = "Workloads by their number of tokens; dashed lines and open markers: peers. "
+    note += NO_ROOFLINE if ranking.limits.empty else ROOFLINE_NOTE
+    return lines_pictures("latency.svg", what, panels, peers, note)
+
+
+def first_pictures(ranking: Ranking) -> list[Picture]:
+    """Return our fastest solution beside the fastest peers at a few numbers of tokens; nothing if
+    one of them lacks times."""
+    clock = ranking.clocks[-1]
+    s = rankings.in_order(ranking.summary, clock)
+    chosen = [*s.solution[~s.peer].head(1), *s.solution[s.peer].head(FIRST_PEERS)]
+    ratios = ratios_of(ranking, clock)
+    ratios = ratios[ratios.index.isin(LADDER_TOKENS)].reindex(columns=chosen)
+    ratios = ratios.dropna(axis=1)
+    ours, *peers = [*map(short_name, ratios), ""]
+    if ratios.empty or len(peers) < 2 or chosen[0] not in ratios:
+        return []
+    limit = "the fastest" if ranking.limits.empty else "the GPU's limit"
+    what = f"Time of one layer over {limit}"
+    counts = f"at {', '.join(map(str, ratios.index))} tokens"
+    alt = f"Bars: {what[0].lower()}{what[1:]}, {ranking.hardware}, {counts}, of {ours} and of the "
+    alt += f"peers {', '.join(peers[:-1])}."
+    if (ratios.idxmin(axis=1) == chosen[0]).all():
+        alt += f" {ours} is the fastest at each."
+    title = f"{what} (the line), {ranking.hardware}"
+    draw = partial(plots.bars_figure, ratios, chosen[0], title)
+    return [Picture(draw, what, "first.svg", alt)]
 
 
 # --- parts: a ranking -----------------------------------------------------------------------------
@@ -83,47 +188,39 @@ def relative(recorded: Recorded) -> str:
     return Path(os.path.relpath(recorded.directory, ROOT)).as_posix()
 
 
-def latency_picture(ranking: Ranking, clock: Clock, note: str = "") -> Picture:
-    name = "latency.png" if clock == "harness" else f"latency_{clock}.png"
-    what = f"{plots.CLOCK_TITLES[clock]} of all solutions and the roofline"
-    note += "Workloads by their number of tokens; dashed lines and open markers: peers. " + (
-        "This record holds no rates measured on this GPU: no roofline is drawn."
-        if ranking.limits.empty
-        else "Roofline: a measured read of the active experts' weights, or FLOPs over the measured "
-        "FP8 rate, whichever takes longer."
-    )
-    return Picture(partial(plots.latency_figure, ranking, clock), what, name, note)
-
-
-def ranking_parts(ranking: Ranking, pictured: bool = False) -> list[Part]:
-    """Return everything about one machine, timing method and tolerance: the verdict and its
-    picture, then the tables; for a run on the CPU no picture.
-
-    Args:
-        pictured: true if the page shows the picture by the clock nearest to the kernels already.
-    """
-    verdict, *remarks = headline(ranking)
+def ranking_parts(ranking: Ranking) -> list[Part]:
+    """Return everything about one machine, timing method and tolerance: the pictures, then the
+    tables; for a run on the CPU no picture."""
+    _, *remarks = headline(ranking)
     first, *others = tables.ranking_tables(ranking)
     if ranking.cpu:
-        return [verdict, " ".join(remarks), first, *others]
-    pictures = [
-        latency_picture(ranking, clock)
-        for clock in reversed(ranking.clocks)
-        if ranking.summary[f"{clock}_count"].any()
-    ]
+        return [" ".join(remarks), first, *others]
+    pictures = [*first_pictures(ranking), *latency_pictures(ranking)]
     first = replace(first, note=notes(ranking))
     text = " ".join([*remarks, remark(ranking.hashes)])
-    further = [replace(picture, note="") for picture in pictures[1:]]
-    shown = [] if pictured else pictures[:1]
-    return [verdict, *shown, short_table(ranking), text, *further, first, *others]
+    return [*pictures, short_table(ranking), text, first, *others]
 
 
 def recorded_parts(recorded: Recorded) -> list[Part]:
-    """Return the ranking of a recorded run, and a remark if the sources have changed since."""
+    """Return the first ranks of a recorded run, and a remark if the sources have changed since."""
     main = recorded.main
     changed = remark(main.hashes) or "The sources have not changed since."
-    text = f"Recorded {recorded.day}; not measured in this run. {changed} {clocks_text(main)}"
-    return [text, short_table(main)]
+    text = f"Recorded {recorded.day}; not measured in this run. {changed} Means over "
+    text += f"{len(main.workloads)} workloads. {clocks_note(main)} "
+    text += f"All solutions: run.py report {relative(recorded)}"
+    return [text, *first_pictures(main), tables.first_table(main)]
+
+
+def clocks_note(ranking: Ranking) -> str:
+    return f"Harness: host included{'; device: the GPU alone' * (len(ranking.clocks) > 1)}."
+
+
+def first_ranking(recorded: Recorded) -> list[Part]:
+    main = recorded.main
+    text = f"{main.hardware}, {recorded.day}, means over {len(main.workloads)} workloads. "
+    link = f"All {len(main.summary)} solutions, and how they were measured"
+    link_part = Link(clocks_note(main), link, "docs/results.md")
+    return [text + remark(main.hashes), link_part, tables.first_table(main)]
 
 
 def short_ranking(recorded: Recorded) -> list[Part]:
@@ -150,9 +247,13 @@ def ranking(recorded: Recorded) -> list[Part]:
 
 
 def ladder(recorded: Recorded) -> list[Part]:
-    """Return our generations, one below the other, at a few numbers of tokens, by device time."""
+    """Return our generations, one below the other, at a few numbers of tokens, by device time;
+    nothing if there are not two of them."""
     ms = recorded.main.results.pivot_table("device", "solution", "tokens")
     ms = ms.reindex(index=[PREFIX + name for name in GENERATIONS], columns=LADDER_TOKENS)
+    ms = ms.dropna(axis=1, how="all")
+    if ms.notna().any(axis=1).sum() < 2:
+        return []
     faster = ms.ffill().shift() / ms
     cells = ms.map(lambda value: number(value, ".3f"))
     cells += faster.map(lambda ratio: f" ({ratio:.2f}x)" if ratio == ratio else "")
@@ -211,18 +312,13 @@ def measured(recorded: Recorded, name: str, text: str) -> str:
     return " ".join(filter(None, [text, skipped, changed_since(rows, name)]))
 
 
-def _gemm(recorded: Recorded, name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a measurement of the GEMMs, and its rows of our first subject that have a peer's time
-    beside them."""
-    f = tables.gemm_frame(recorded.rows, name)
-    return f, f[(f.subject == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
-
-
 def gemm_layers(recorded: Recorded) -> list[Part]:
-    """Return a sentence on the rates of our GEMMs on the workloads' rows."""
-    every, ours = _gemm(recorded, "gemm_layers")
+    """Return the two GEMMs on the workloads' rows: a sentence on the rates of ours, the ratios to
+    the roofline, and all figures."""
+    f = tables.gemm_frame(recorded.rows, "gemm_layers")
+    ours = f[(f.subject == tables.first_of_ours(f)) & f.vs_best_peer.notna()]
     if ours.empty:
-        return []
+        return gemm_figures(recorded, "gemm_layers")
     ratios, rates = ours.vs_best_peer, recorded.rows.measurements["gemm_layers"]["rates"]
     first = (ours.n == ours.n.iloc[0]) & (ours.k == ours.k.iloc[0])
     least = ratios.idxmin()
@@ -234,8 +330,8 @@ def gemm_layers(recorded: Recorded) -> list[Part]:
         f"GEMMs {shipped}are {ratios.median():.2f}x the best peer in the median, "
         f"{ratios.min():.2f}x at the least ({gemm} at T={ours.tokens[least]})"
     )
-    if every.beside.any():
-        known = tables.best_known(every).vs_best_peer
+    if f.beside.any():
+        known = tables.best_known(f).vs_best_peer
         text += f"; with the best configs known {known.median():.2f}x and {known.min():.2f}x"
     reading = ours[first & (ours.active >= MANY_EXPERTS) & ~tables.compute_bound(ours, rates)]
     if not reading.empty:
@@ -245,49 +341,52 @@ def gemm_layers(recorded: Recorded) -> list[Part]:
             f". From {MANY_EXPERTS} active experts on, where reading bounds it, GEMM1 reads its "
             f"weights at {shares.min():.0f} to {shares.max():.0f} % of the {rate}"
         )
-    return [f"{text}. {changed_since(recorded.rows, 'gemm_layers')}"]
+    text += f". {changed_since(recorded.rows, 'gemm_layers')}"
+    return [text, *gemm_pictures(f), *gemm_figures(recorded, "gemm_layers")]
+
+
+def gemm_pictures(f: pd.DataFrame) -> list[Picture]:
+    f = f[(f.tokens > 0) & ~f.beside].sort_values("tokens", kind="stable")
+    panels = {
+        f"Time over the roofline, N = {n}, K = {k}": tables.over_limit(
+            tables.wide(of_shape, tables.GEMM, None), tables.roofline_of(of_shape, tables.GEMM)
+        ).droplevel([1, 2, 3, 4])
+        for (n, k), of_shape in f.groupby(["n", "k"], sort=False)
+    }
+    what = "Time of the two GEMMs of the layer over the roofline"
+    note = "Roofline: the time of a kernel that only reads the weights, or of a dense product."
+    return lines_pictures("gemm_layers.svg", what, panels, tables.peers_of(f), note)
 
 
 def gemm_study(recorded: Recorded) -> list[Part]:
-    _, ours = _gemm(recorded, "gemm_study")
-    ratios = ours.vs_best_peer
+    f = tables.gemm_frame(recorded.rows, "gemm_study")
+    ratios = f.vs_best_peer[f.subject == tables.first_of_ours(f)].dropna()
     text = (
         f"Over the {len(ratios)} configurations of the original study (--grid study: 1, 4 or 8 "
         f"experts with even rows) the median is {ratios.median():.2f}x, the least "
         f"{ratios.min():.2f}x; {(ratios < 1.0).sum()} of them are below 1.0x. "
         f"{changed_since(recorded.rows, 'gemm_study')}"
     )
-    return [text] if len(ratios) else []
+    return [*[text] * bool(len(ratios)), *gemm_figures(recorded, "gemm_study")]
 
 
-def gemm_picture(recorded: Recorded) -> Picture:
-    what = "The two GEMMs of the layer against the roofline and the peers"
-    note = "Dashed: left the rate of a kernel that only reads the weights, right a dense product's."
-    return Picture(partial(plots.layers_figure, recorded.rows), what, "gemm_layers.png", note)
-
-
-def gemms(recorded: Recorded) -> list[Part]:
-    """Return both measurements of the GEMM, with all figures."""
-    parts: list[Part] = []
-    for name, block in (("gemm_layers", gemm_layers), ("gemm_study", gemm_study)):
-        f = tables.gemm_frame(recorded.rows, name)
-        if f.empty:
-            continue
-        parts += block(recorded)
-        if name == "gemm_layers" and f.peer.any():
-            parts.append(gemm_picture(recorded))
-        head, what = recorded.rows.measurements[name], f"{name}: the figures, in us"
-        note = f"{head['hardware']}: {head['method']}."
-        parts.append(replace(tables.gemm_table(f), title=what, note=note, folded=True))
-    return parts
+def gemm_figures(recorded: Recorded, name: str) -> list[Part]:
+    """Return all figures of a measurement of GEMMs, folded."""
+    f, head = tables.gemm_frame(recorded.rows, name), recorded.rows.measurements[name]
+    note, what = f"{head['hardware']}: {head['method']}.", f"{name}: the figures, in us"
+    table = replace(tables.gemm_table(f), title=what, note=note, folded=True) if len(f) else None
+    return [table] if table else []
 
 
 def timeline(recorded: Recorded) -> list[Part]:
     """Return the kernels of a call on a time line."""
-    draw = partial(plots.timeline_figure, recorded.rows, f"{PREFIX}fused", TIMELINE_TOKENS)
-    counts = " and ".join(map(str, TIMELINE_TOKENS))
-    what = f"When each kernel of a call of fused runs, at T = {counts}"
-    return [Picture(draw, what, "timeline.png")]
+    rows, solution = recorded.rows, f"{PREFIX}fused"
+    counts = [n for n in TIMELINE_TOKENS if len(tables.launches(rows, solution, n))]
+    if not counts:
+        return []
+    draw = partial(plots.timeline_figure, rows, solution, counts)
+    what = f"When each kernel of a call of fused runs, at T = {' and '.join(map(str, counts))}"
+    return [Picture(draw, what, "timeline.svg", f"A time line: {what[0].lower()}{what[1:]}")]
 
 
 SWEEPS = {
@@ -299,28 +398,36 @@ SWEEPS = {
 }
 
 
-def sweep(recorded: Recorded, name: str, every: int = 0) -> list[Part]:
-    """Return a sweep, with the cost of the forms of `experts` if it has them.
-
-    Args:
-        every: show each n-th number of tokens, in fewer columns; 0: show all.
-    """
+def sweep(recorded: Recorded, name: str, every: int) -> list[Part]:
+    """Return a sweep, with the cost of the forms of `experts` if it has them: a table of each n-th
+    number of tokens, then one of all that is known."""
     rows, text = recorded.rows, SWEEPS[name]
     called, times = tables.called(rows, name), tables.sweep_table(rows, name)
-    ms = tables.wide(called, tables.SWEEP)
+    ms, peers = tables.wide(called, tables.SWEEP), tables.peers_of(called)
     costs = {n: ms[n] / ms[f"{FORM} bf16"] for n in ms if n.startswith(f"{FORM} fp8")}
     if costs:
         ranges = ", ".join(f"{n} {c.min():.2f} to {c.max():.2f}" for n, c in costs.items())
         text += f" Device time over that of {FORM} bf16: {ranges}."
     text = measured(recorded, name, f"{text} {rows.measurements[name]['method']}.")
-    what = "Device time over the number of tokens, and the roofline"
-    picture = Picture(partial(plots.sweep_figure, rows, name), what, f"{name}.png")
-    if every:
-        left_out = ["pairs", "active", "roofline / best", *costs]
-        times = replace(times, frame=times.frame.drop(columns=left_out)[::every])
+    ratios = tables.over_limit(tables.compared(ms), tables.roofline_of(called, tables.SWEEP))
+    panels = {f"{CLOCK_TITLES['device']} over the roofline": ratios.droplevel([1, 2])}
+    what, order = "Time over the roofline", tables.fastest_first(ms)
+    pictures = lines_pictures(
+        f"{name}.svg", what, panels, peers.reindex(order), ROOFLINE_NOTE, log=True
+    )
+    left_out = ["pairs", "active", "roofline / best", *costs]
+    brief = replace(times, frame=times.frame.drop(columns=left_out)[::every])
+    full = replace(times, title="Every number of tokens and every column", folded=True)
     failed = tables.failed_table(called).frame.itertuples()
     why = ", ".join(f"{r.call} at T={r.T} ({r.error})" for r in failed)
-    return [text, picture, times, *[f"Failed: {why}."] * bool(why)]
+    return [text, *pictures, brief, full, *[f"Failed: {why}."] * bool(why)]
+
+
+def batched(recorded: Recorded) -> list[Part]:
+    """Return the experts on tokens that lie by expert."""
+    method = recorded.rows.measurements["batched"]["method"]
+    table = replace(tables.batched_table(recorded.rows), folded=True)
+    return [measured(recorded, "batched", f"{method}."), table]
 
 
 def models(recorded: Recorded) -> list[Part]:
@@ -329,15 +436,13 @@ def models(recorded: Recorded) -> list[Part]:
     return [measured(recorded, "models", f"{table.title}."), replace(table, title="")]
 
 
-NOISY_MARK = f"noisy: a backend's repeats spread by more than {percent(NOISY)}."
-
-
 def served(recorded: Recorded, engine: str) -> list[Part]:
     """Return whole models in an engine."""
     rows = recorded.rows.rows_of(SERVED[engine])
     note = (
         "Gain: ours over the best of the engine's own; fastest: the same of each backend's fastest "
-        f"repeat, where it was recorded. Spread: the largest of the backends; {NOISY_MARK}"
+        "repeat, where it was recorded. Spread: the largest of the backends. Ranges leave out "
+        f"sizes whose spread is above {percent(NOISY)}; -: more than half of them."
     )
     timed = [replace(table, folded=True) for table in tables.timed_tables(rows)]
     gains = tables.gains_table(rows)
@@ -357,12 +462,17 @@ def trained(recorded: Recorded, name: str) -> list[Part]:
     return [served_text(recorded, name, "trained"), replace(checks, title="")]
 
 
-def served_gains(recorded: Recorded) -> list[Part]:
-    """Return the gains in all engines, in one table."""
-    engines = [engine for engine in SERVED if SERVED[engine] in recorded.rows.measurements]
-    texts = [served_text(recorded, SERVED[engine], "random") for engine in engines]
-    rows = [row for engine in engines for row in recorded.rows.rows_of(SERVED[engine])]
-    return [*texts, NOISY_MARK.capitalize(), tables.gains_table(rows, short=True)]
+def first_gains(recorded: Recorded) -> list[Part]:
+    """Return the gains in all engines, a figure for each model and quantity."""
+    names = [name for name in SERVED.values() if name in recorded.rows]
+    rows = [row for name in names for row in recorded.rows.rows_of(name)]
+    gpu = recorded.rows.measurements[names[0]]["hardware"]
+    engines = ", ".join(dict.fromkeys(f"{row['engine']} {row['engine_version']}" for row in rows))
+    changed = " ".join(dict.fromkeys(changed_since(recorded.rows, name) for name in names))
+    text = f"{gpu}, {engines}: speed-up over the best of the engine's own kernels. {changed}"
+    note = f"Means over sizes whose repeats spread by at most {percent(NOISY)}; -: under half do."
+    link = Link(note, "Every size, more models", "docs/results.md")
+    return [text, link, tables.first_gains_table(rows)]
 
 
 def served_text(recorded: Recorded, name: str, weights: str) -> str:
@@ -371,30 +481,55 @@ def served_text(recorded: Recorded, name: str, weights: str) -> str:
     return measured(recorded, name, f"{', '.join(engines)}, {weights} weights, {head['method']}.")
 
 
-BLOCKS: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
-    "short_ranking": ("", short_ranking),
-    "first_plot": ("", lambda r: [latency_picture(r.main, r.main.clocks[-1])]),
-    "ranking": ("", ranking),
-    "ladder": ("", ladder),
-    "latency_plot": ("", lambda r: [latency_picture(r.main, "harness")]),
-    "latency": ("", latency),
-    "accuracy": ("", accuracy),
-    "invariance": (BITS, invariance),
-    "gemm_layers": ("gemm_layers", gemm_layers),
-    "gemm_plot": ("gemm_layers", lambda r: [gemm_picture(r)]),
-    "gemm_study": ("gemm_study", gemm_study),
-    "timeline": (KERNELS, timeline),
-    "sweep": ("sweep", partial(sweep, name="sweep", every=1)),
-    "sweep_engines": ("sweep_engines", partial(sweep, name="sweep_engines", every=2)),
-    "models": ("models", models),
-    **{name: (name, partial(served, engine=engine)) for engine, name in SERVED.items()},
+@dataclass(frozen=True)
+class Block:
+    """A part of the views of a record.
+
+    Attributes:
+        make: the function that makes it.
+        needs: the measurement without which there is none; empty: the benchmark run alone.
+        title: of its section in the HTML page; empty: it has none.
+        whole: true if README.md and docs/results.md show its folded tables, too.
+    """
+
+    make: Callable[[Recorded], Sequence[Part]]
+    needs: str = ""
+    title: str = ""
+    whole: bool = False
+
+
+BLOCKS: Mapping[str, Block] = {
+    "first_picture": Block(lambda r: first_pictures(r.main)),
+    "first_ranking": Block(first_ranking),
+    "first_gains": Block(first_gains, SERVED["vllm"]),
+    "short_ranking": Block(short_ranking),
+    "ranking": Block(ranking),
+    "latency_plot": Block(lambda r: latency_pictures(r.main)),
+    "latency": Block(latency),
+    "accuracy": Block(accuracy),
+    "invariance": Block(invariance, BITS),
+    "ladder": Block(ladder, TIMES, "Generation by generation"),
+    "timeline": Block(timeline, KERNELS, "One call"),
+    "sweep": Block(partial(sweep, name="sweep", every=1), "sweep", "Over the number of tokens"),
+    "sweep_engines": Block(
+        partial(sweep, name="sweep_engines", every=2), "sweep_engines", "As engines call it"
+    ),
+    "batched": Block(batched, "batched", "Tokens that lie by expert"),
+    "gemm_layers": Block(gemm_layers, "gemm_layers", "The grouped GEMM on the workloads' rows"),
+    "gemm_study": Block(gemm_study, "gemm_study", "The grouped GEMM with even rows"),
+    "models": Block(models, "models", "Other models"),
     **{
-        name + TRAINED: (name + TRAINED, partial(trained, name=name + TRAINED))
-        for name in SERVED.values()
+        name: Block(partial(served, engine=engine), name, f"Served in {ENGINES[engine]}", True)
+        for engine, name in SERVED.items()
     },
-    "served_gains": (SERVED["vllm"], served_gains),
+    **{
+        name + TRAINED: Block(
+            partial(trained, name=name + TRAINED), name + TRAINED, f"Trained, in {ENGINES[engine]}"
+        )
+        for engine, name in SERVED.items()
+    },
 }
-"""By name: the measurement that a block needs, and the function that makes it."""
+"""By name, in the order of the HTML page's sections."""
 
 
 # --- text for a terminal --------------------------------------------------------------------------
@@ -432,44 +567,28 @@ def without_gpu(ranked: Iterable[Ranking], records: Iterable[Recorded]) -> str:
 
 # --- the HTML page --------------------------------------------------------------------------------
 
-MORE: Mapping[str, tuple[str, Callable[[Recorded], Sequence[Part]]]] = {
-    "One call": (KERNELS, timeline),
-    "Over the number of tokens": ("sweep", partial(sweep, name="sweep")),
-    "As engines call it": ("sweep_engines", partial(sweep, name="sweep_engines")),
-    "Grouped GEMM": ("", gemms),
-    "Other models": ("models", models),
-    "Served in vLLM": (SERVED["vllm"], partial(served, engine="vllm")),
-    "Served in SGLang": (SERVED["sglang"], partial(served, engine="sglang")),
-}
-"""Sections below the rankings: the measurement that each needs, and its function."""
-
 
 def sections_of(recorded: Recorded) -> list[tuple[str, Sequence[Part]]]:
-    """Return the page's sections, each with its title. The page of a run without a GPU begins with
-    the verdict and the recorded times, and ends with their tables."""
+    """Return the page's sections, each with its title: this run's results, and behind those of a
+    run without a GPU the first ranks of the records."""
     ranked, known = recorded.rankings, []
     sections: list[tuple[str, Sequence[Part]]] = []
+    sections += [(title(ranking), ranking_parts(ranking)) for ranking in ranked]
+    for block in BLOCKS.values():
+        if block.title and block.needs in recorded.rows:
+            sections.append((block.title, block.make(recorded)))
     if all(r.cpu for r in ranked):
         known = rankings.recorded_runs(definition=recorded.definition)
-        when = "Recorded {}; not measured in this run. ".format
-        nearest = [latency_picture(r.main, r.main.clocks[-1], when(r.day)) for r in known]
-        sections.append(("Checked without a GPU", [rankings.verdict(ranked), *nearest]))
-    sections += [(title(ranking), ranking_parts(ranking)) for ranking in ranked]
-    for record in known:
-        parts = [*recorded_parts(record)[:1], *ranking_parts(record.main, pictured=True)[1:]]
-        sections.append((f"Recorded: {title(record.main)}", parts))
-    for name, (needs, make) in MORE.items():
-        sections.append((name, make(recorded) if not needs or needs in recorded.rows else []))
+    sections += [(f"Recorded: {title(r.main)}", recorded_parts(r)) for r in known]
     sections.append(("Environment", [tables.environment_table(recorded)]))
-    return [section for section in sections if section[1]]
+    return [section for section in sections if any(section[1])]
 
 
 def render(recorded: Recorded) -> str:
     import jinja2
 
     def data_url(draw: Callable[[], Any]) -> str:
-        svg = base64.b64encode(plots.image(draw(), "svg"))
-        return f"data:image/svg+xml;base64,{svg.decode()}"
+        return f"data:image/svg+xml;base64,{base64.b64encode(plots.image(draw)).decode()}"
 
     environment = jinja2.Environment(
         autoescape=True,
@@ -478,8 +597,9 @@ def render(recorded: Recorded) -> str:
     )
     environment.filters["data_url"] = data_url
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title="MoE FP8 block scale: solutions ranked",
+        title="FP8 mixture-of-experts layer: solutions checked and ranked",
         subtitle=[recorded.main.hardware, recorded.day, recorded.main.timing],
+        verdict=rankings.verdict(recorded.rankings),
         sections=sections_of(recorded),
     )
 
@@ -487,14 +607,15 @@ def render(recorded: Recorded) -> str:
 def write(
     directory: Path, out: Path | None = None, peers: Sequence[str] = (), by: Clock = "harness"
 ) -> Path:
-    """Write the page of a run and return its path."""
+    """Write the page of a run and return its path: beside the run, that of a record to runs/."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"no report without {' and '.join(missing)}: pip install jinja2 matplotlib"
         )
-    out = out or directory / "report.html"
-    program.write_file(out, render(read(directory, peers, by)))
+    recorded = read(directory, peers, by)
+    out = out or place_of(recorded, RUNS_DIR) / "report.html"
+    program.write_file(out, render(recorded))
     return out
 
 
@@ -523,21 +644,33 @@ def data_hash(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+def place_of(recorded: Recorded, others: Path) -> Path:
+    """Return the run's directory, or for a record, as results/ has data only, one in `others`."""
+    place = recorded.directory.resolve()
+    if not place.is_relative_to(RESULTS_DIR):
+        return place
+    return others / "-".join(place.relative_to(RESULTS_DIR).parts)
+
+
 def block(name: str, recorded: Recorded, folder: Path) -> tuple[str, dict[Path, Picture]]:
     """Return a block for a page in this folder, and its pictures by their paths."""
     if name not in BLOCKS:
         raise UsageError(f"no block {name}; there are {', '.join(BLOCKS)}")
-    needs, make = BLOCKS[name]
-    parts = make(recorded) if not needs or needs in recorded.rows else []
-    place = recorded.directory.resolve()
-    if place.is_relative_to(RESULTS_DIR):  # results/ has data only
-        place = ROOT / "docs" / "pictures" / "-".join(place.relative_to(RESULTS_DIR).parts)
+    made = BLOCKS[name]
+    parts = made.make(recorded) if not made.needs or made.needs in recorded.rows else []
+    if not made.whole:
+        parts = [part for part in parts if not (isinstance(part, Table) and part.folded)]
+    place = place_of(recorded, ROOT / "docs" / "pictures")
     pictures = {place / p.name: p for p in parts if isinstance(p, Picture)}
-    links = {p: Path(os.path.relpath(path, folder)).as_posix() for path, p in pictures.items()}
+
+    def link(text: str, path: Path) -> str:
+        return f"[{markdown(text)}]({Path(os.path.relpath(path, folder)).as_posix()})"
 
     def shown(part: Part) -> str:
         if isinstance(part, Picture):
-            return f"![{part.title}]({links[part]})"
+            return f"!{link(part.alt, place / part.name)}\n\n{paragraph(part.note)}".strip()
+        if isinstance(part, Link):
+            return f"{markdown(part.before)} {link(part.text, ROOT / part.target)}"
         return paragraph(part) if isinstance(part, str) else table(part)
 
     return "\n\n".join(filter(None, map(shown, parts or ["Not recorded."]))), pictures
@@ -580,7 +713,7 @@ def publish(check: bool, instead: Path | None = None) -> list[str]:
             program.write_file(page, text)
     if not check:
         for path, (picture, source) in pictures.items():
-            program.write_file(path, plots.image(picture.draw(), "png", source))
+            program.write_file(path, plots.image(picture.draw, source))
         return list(map(str, pictures))
     for path, (_, source) in pictures.items():
         if not path.is_file():

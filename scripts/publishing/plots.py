@@ -1,62 +1,72 @@
-"""Figures of a run: latency over the workloads with the roofline, grouped GEMMs.
+"""Figures of a run: times over the roofline, as bars and as lines, and a call on a time line.
 
-The colours and the grey background of these matplotlib figures stand out on light and on dark
-pages.
+A figure is an SVG. Its text stays text, and its colours follow the reader's light or dark setting.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from scripts.common.definitions import bandwidth
 from scripts.common.program import printable, short_name
 from scripts.publishing import tables
-from scripts.publishing.rankings import Ranking
-from scripts.publishing.rows import Clock, Rows
-from scripts.publishing.tables import KERNELS, SWEEP
+from scripts.publishing.rows import Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 PEER_COLOURS = ("#d55e00", "#e69f00", "#cc79a7", "#b5485d", "#8c6d31", "#8d72bd")
 OUR_COLOURS = ("#0072b2", "#009e73", "#56b4e9", "#5f9e3f", "#4b6fc4", "#2aa8a8")
-BACKGROUND, INK = "#f2f2f2", "#222222"
+PEER = "#808080"
 MARKERS = "osD^vPX*<>"
-CLOCK_TITLES: dict[Clock, str] = {"harness": "Latency", "device": "Device time"}
+TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100)
+WIDTH = 5.4
+"""In inches: at 390 pixels the text is still readable."""
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.titlesize": 10,
+    "font.size": 10,
+    "grid.color": "#d0d0d0",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text as text
+    "svg.hashsalt": "moe_fp8",  # the same picture has the same bytes
+    "text.parse_math": False,  # names as they are: text between dollar signs is no formula
+}
+DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(.93) hue-rotate(180deg) } }"
+"""A rule of the SVG: the white background turns dark, and colours keep their hue."""
+MOST = 3.0
+"""Subjects slower than this, in their median over the fastest subject's, are not drawn."""
+
+
+def image(draw: "Callable[[], Figure]", source: str = "") -> bytes:
+    """Return a drawn figure as an SVG, with `source`, which names its data, as metadata."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+        draw().savefig(out, format="svg", metadata={"Source": source, "Date": None})
+    text = " ".join(out.getvalue().split())  # a redrawn picture is one changed line
+    return text.replace("</style>", DARK + "</style>", 1).encode()
 
 
 def new_figure(
-    panels: int, title: str, height: float, grid: Literal["x", "y"] = "y"
+    rows: int, height: float, columns: int = 1, grid: Literal["x", "y"] = "y", **options: Any
 ) -> "tuple[Figure, list[Any]]":
-    """Return a figure of panels one below the other, each `height` inches high, and their axes."""
-    import matplotlib
+    """Return a figure of panels, each `height` inches high, and their axes, row by row."""
     from matplotlib.figure import Figure
 
-    # Show names as they are: text between dollar signs is no formula.
-    matplotlib.rcParams["text.parse_math"] = False
-    figure = Figure(figsize=(11, height * panels), layout="constrained", facecolor=BACKGROUND)
-    figure.suptitle(printable(title), color=INK)
-    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for ax in axes:
-        ax.set_facecolor("white")
-        ax.grid(axis=grid, color="#cccccc", linewidth=0.6)
-        ax.set_axisbelow(True)
-    return figure, list(axes)
-
-
-def image(figure: "Figure", form: str, source: str = "") -> bytes:
-    """Return the figure as an "svg" or a "png", with `source`, which names its data, as
-    metadata."""
-    import matplotlib
-
-    out = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
-        figure.savefig(out, format=form, dpi=110, metadata={"Source": source})
-    return out.getvalue()
+        ax.grid(axis=grid)
+    return figure, axes
 
 
 def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
@@ -69,117 +79,90 @@ def styles(peers: "pd.Series[bool]") -> dict[str, dict[str, Any]]:
                 "color": colour,
                 "marker": MARKERS[number % len(MARKERS)],
                 "linestyle": "--" if peer else "-",
-                "linewidth": 1.2 if peer or number else 2.2,
-                "markersize": 4.5,
+                "linewidth": 1.0 if peer or number else 2.2,
+                "markersize": 4.0,
                 "markerfacecolor": "none" if peer else colour,
             }
     return by_subject
 
 
-def latency_figure(ranking: Ranking, clock: Clock = "harness") -> "Figure":
-    """Plot every solution's latency over the workloads by T, evenly spaced, and the roofline."""
-    tokens, uuids = zip(*ranking.workloads, strict=True)
-    ms = ranking.results.pivot(index="uuid", columns="solution", values=clock).reindex(uuids)
-    title = f"{CLOCK_TITLES[clock]} of the layer, {ranking.hardware}"
-    peers = ranking.summary.set_index("solution").peer
-    return times_figure(ms, ranking.limits.roofline.reindex(uuids), peers, tokens, title)
+def near(ratios: pd.DataFrame) -> pd.DataFrame:
+    """Return the subjects that a picture shows: a far slower one would flatten all others."""
+    medians = ratios.median()
+    return ratios.loc[:, medians <= MOST * medians.min()]
 
 
-def sweep_figure(rows: Rows, name: str) -> "Figure":
-    """Plot device times over the number of tokens, on a log scale."""
-    f = tables.called(rows, name)
-    ms, roofline = tables.wide(f, SWEEP), tables.roofline_of(f, SWEEP)
-    title = f"{CLOCK_TITLES['device']} of the layer, {rows.measurements[name]['hardware']}"
-    peers = tables.peers_of(f).reindex(tables.fastest_first(ms))
-    return times_figure(ms, roofline, peers, list(f.tokens.unique()), title, log=True)
-
-
-def times_figure(
-    ms: pd.DataFrame,
-    roofline: "pd.Series[float]",
-    peers: "pd.Series[bool]",
-    tokens: Sequence[int],
-    title: str,
-    log: bool = False,
-) -> "Figure":
-    """Plot a line of times for each subject, in the order of `peers`, and the roofline, over the
-    tokens on a log scale, or evenly spaced."""
-    from matplotlib.ticker import LogLocator
-
-    figure, (ax,) = new_figure(1, title, 5.2)
-    places = tokens if log else range(len(tokens))
-    ms, roofline = ms.set_axis(places), roofline.set_axis(places).dropna()
-    for subject, style in styles(peers).items():
-        if (known := ms[subject].dropna()).any():
-            ax.plot(known, label=printable(short_name(subject)), **style)
-    if roofline.any():
-        ax.plot(roofline, color=INK, linestyle=":", linewidth=1.8, label="roofline")
-    ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_formatter("")
-    ax.set_ylabel("ms, log scale")
-    if log:
-        ax.set_xscale("log", base=2)
-    else:
-        ax.set_xlim(-0.4, len(tokens) - 0.6)
-    ax.set_xticks(places, list(map(str, tokens)), fontsize=9)
-    ax.set_xlabel("tokens, log scale" if log else "tokens of the workload")
-    lines = ax.get_legend_handles_labels()
-    figure.legend(*lines, fontsize=9, loc="outside lower center", ncols=6, frameon=False)
+def bars_figure(ratios: pd.DataFrame, ours: Hashable, title: str) -> "Figure":
+    """Draw a panel for each number of tokens, two a row, with a bar for each subject in the order
+    of the columns. The part of a bar up to the limit is pale."""
+    names = [printable(short_name(str(name))) for name in ratios]
+    colours = [OUR_COLOURS[0] if name == ours else PEER for name in ratios]
+    figure, axes = new_figure(
+        -(-len(ratios) // 2), 0.42 + 0.23 * len(names), 2, "x", sharex=True, sharey=True
+    )
+    figure.suptitle(printable(title), x=0.01, ha="left")
+    for ax, (tokens, values) in zip(axes, ratios.iterrows(), strict=False):
+        ax.barh(names, values, color=colours, height=0.74, alpha=0.35)
+        bars = ax.barh(names, values - 1.0, left=1.0, color=colours, height=0.74)
+        ax.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
+        ax.set_title(f"{tokens} token{'s' * (tokens != 1)}")
+        ax.axvline(1.0, color="black", linewidth=1.0)
+        ax.set(xlim=(0.0, 1.2 * ratios.max().max()), xticks=[])
+        ax.spines[["left", "bottom"]].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    axes[0].invert_yaxis()
+    for ax in axes[::2]:
+        ax.get_yticklabels()[list(ratios).index(ours)].set_fontweight("bold")
     return figure
+
+
+def lines_figure(
+    panels: Mapping[str, pd.DataFrame], peers: "pd.Series[bool]", log: bool
+) -> "Figure":
+    """Plot a panel for each title: a line of ratios for each subject, in the order of `peers`, over
+    the numbers of tokens, which are the index, on a log scale or evenly spaced."""
+    from matplotlib.ticker import FixedLocator
+
+    figure, axes = new_figure(len(panels), 2.4)
+    for ax, (title, ratios) in zip(axes, panels.items(), strict=True):
+        places = ratios.index if log else range(len(ratios))
+        for subject, style in styles(peers).items():
+            if subject in ratios and (known := ratios[subject].set_axis(places).dropna()).any():
+                ax.plot(known, label=printable(short_name(subject)), **style)
+        ax.axhline(1.0, color="black", linewidth=1.0)
+        ax.set_title(printable(title))
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(FixedLocator(TICKS))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_ylim(0.97, 1.08 * min(ratios.max().max(), 6.0 * ratios.stack().median()))
+        if log:
+            ax.set_xscale("log", base=2)
+        ax.set_xticks(places, list(map(str, ratios.index)), rotation=90)
+        ax.minorticks_off()
+    axes[-1].set_xlabel("tokens")
+    legend_below(figure, axes)
+    return figure
+
+
+def legend_below(figure: "Figure", axes: Sequence[Any]) -> None:
+    """Add a legend of all panels' lines, in as many columns as there is room for."""
+    lines = {line.get_label(): line for ax in axes for line in ax.get_legend_handles_labels()[0]}
+    for columns in range(5, 0, -1):
+        legend = figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns)
+        extent = legend.get_window_extent()
+        if columns == 1 or extent.width < figure.bbox.width:
+            return figure.set_figheight(figure.get_figheight() + extent.height / figure.dpi)
+        legend.remove()
 
 
 def timeline_figure(rows: Rows, solution: str, counts: Sequence[int]) -> "Figure":
     """Draw when each kernel of a call runs, a panel for each number of tokens."""
-    gpu = rows.measurements[KERNELS]["hardware"]
-    title = f"The kernels of one call of {short_name(solution)}, {gpu}"
-    figure, axes = new_figure(len(counts), title, 2.4, grid="x")
+    figure, axes = new_figure(len(counts), 2.2, grid="x")
     for ax, tokens in zip(axes, counts, strict=True):
         f = tables.launches(rows, solution, tokens).reset_index(drop=True)
         colours = [OUR_COLOURS[0] if "gemm" in part else OUR_COLOURS[1] for part in f.part]
-        ax.barh(f.part, f.end - f.begin, left=f.begin, color=colours, height=0.7)
-        for place, kernel in f.iterrows():
-            ax.text(kernel.end, place, f" {kernel.end - kernel.begin:.1f}", va="center", color=INK)
-        ax.set(title=f"T={tokens}", xlabel="us", xlim=(0.0, 1.06 * f.end.max()))
+        bars = ax.barh(f.part, f.end - f.begin, left=f.begin, color=colours, height=0.7)
+        ax.bar_label(bars, [f"{us:.1f}" for us in f.end - f.begin], padding=3, fontsize=10)
+        ax.set(title=f"T = {tokens}", xlabel="us", xlim=(0.0, 1.08 * f.end.max()))
         ax.invert_yaxis()
-    return figure
-
-
-def layers_figure(rows: Rows) -> "Figure":
-    """Plot the rate that the GEMMs reach on the workloads' rows, over the tokens: TB/s of
-    memory-bound workloads, TFLOP/s of others."""
-    head, f = rows.measurements["gemm_layers"], tables.gemm_frame(rows, "gemm_layers")
-    f, rates = f[(f.tokens > 0) & ~f.beside], head["rates"]
-    reading, peak = bandwidth(rates) / 1e12, rates["fp8_flops_per_s"] / 1e12
-    f = f.assign(computes=tables.compute_bound(f, rates), tbytes=f.gbytes / 1e3)
-    shapes, variants = list(f.groupby(["n", "k"], sort=False)), list(f.subject.unique())
-    title = f"Grouped FP8 GEMM on the workloads' rows, {head['hardware']}: reached and roofline"
-    figure, axes = new_figure(len(shapes), title, 4)
-    for ax, ((n, k), panel) in zip(axes, shapes, strict=True):
-        tokens = sorted(panel.tokens.unique())
-        panel = panel.assign(place=panel.tokens.map(tokens.index)).sort_values("place")
-        first = panel.place[panel.computes].min() if panel.computes.any() else len(tokens)
-        right = ax.twinx()
-        for number, variant in enumerate(variants):
-            line = panel[panel.subject == variant]
-            style = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4}
-            reads, computes = line[line.place < first], line[line.place >= first]
-            ax.plot(reads.place, reads.tbytes, label=printable(variant), **style)
-            right.plot(computes.place, computes.tflops, **style)
-            if variant == variants[0] and first:
-                roofline = reads.tbytes * reads.us / reads.roofline
-                style = {"color": INK, "linestyle": "--", "zorder": 3}
-                ax.plot(reads.place, roofline, label="roofline", **style)
-        if first < len(tokens):
-            right.hlines(peak, first - 0.5, len(tokens) - 0.6, color=INK, linestyle="--")
-            ax.axvline(first - 0.5, color="#888888", linewidth=0.8)
-        ax.set_ylim(0, 1.15 * reading)
-        right.set_ylim(0, 1.15 * peak)
-        ax.set_ylabel("TB/s (weights bound)")
-        right.set_ylabel("TFLOP/s (tensor cores bound)")
-        ax.set_xticks(range(len(tokens)), list(map(str, tokens)), fontsize=8)
-        ax.set_xlabel("tokens of the workload")
-        ax.set_title(f"N={n}, K={k}", loc="left", fontsize=10, color=INK)
-        ax.legend(fontsize=8, loc="lower left")
     return figure

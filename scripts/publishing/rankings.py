@@ -166,7 +166,7 @@ def summary_of(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns).reset_index(drop=True)
 
 
-def _in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
+def in_order(summary: pd.DataFrame, by: Clock) -> pd.DataFrame:
     """Sort the fastest first. A solution that fails somewhere, or has fewer times of this clock,
     comes behind those that pass as often: speed over fewer workloads is not comparable."""
     order = ["passed", "device_count", "device_geomean_ms", "solution"]
@@ -263,7 +263,7 @@ def rankings(
             Ranking(
                 **dict(zip(same, key, strict=True)),
                 results=here,
-                summary=_in_order(summary, order),
+                summary=in_order(summary, order),
                 by=order,
                 against=against,
                 superseded=superseded,

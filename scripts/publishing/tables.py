@@ -23,7 +23,7 @@ from scripts.common.definitions import (
     stepwise_ms,
 )
 from scripts.common.program import markdown, number, percent, printable, short_name
-from scripts.publishing.rankings import Checks, Ranking
+from scripts.publishing.rankings import Checks, Ranking, in_order
 from scripts.publishing.rows import CLOCKS, ROOFLINE, TOLERANCES, Clock, Rows, Run
 
 BATCH_INVARIANT = "batch invariant"
@@ -165,6 +165,36 @@ def short_table(ranking: Ranking) -> Table:
     return Table(frame.astype(object).fillna("-"), left=3)
 
 
+def first_table(ranking: Ranking) -> Table:
+    """Return the first ranks by the clock nearest to the kernels: our two solutions, three peers,
+    and the roofline."""
+    clock, limits = ranking.clocks[-1], ranking.limits
+    s = in_order(ranking.summary, clock)
+    s = pd.concat([s[~s.peer].head(2), s[s.peer].head(3)])
+    columns: dict[str, Any] = {
+        "solution": s.solution.map(short_name),
+        **{f"{c} ms": _means(s, c, "mean_ms", ".3f") for c in ranking.clocks},
+    }
+    roofline = {"solution": "roofline"}
+    if not limits.empty:
+        ms = ranking.results.pivot(index="uuid", columns="solution", values=clock)
+        share = ms[s.solution].rdiv(limits.roofline, axis=0).mean()
+        columns["of the limit"] = share.map(percent).to_numpy()
+        roofline |= {f"{clock} ms": number(limits.roofline.mean(), ".3f"), "of the limit": "100 %"}
+    if ranking.compares_peers:
+        columns["over the best peer"] = s[f"{clock}_vs_peer"].map(ratio)
+    frame = pd.DataFrame(columns)
+    if not limits.empty:
+        frame = pd.concat([frame, pd.DataFrame([roofline])])
+    return Table(frame.astype(object).fillna("-"))
+
+
+def over_limit(ms: pd.DataFrame, roofline: "pd.Series[float]") -> pd.DataFrame:
+    """Return times over each case's roofline, or over its fastest time if none has a roofline."""
+    known = roofline.reindex(ms.index)
+    return ms.div(known if known.notna().any() else ms.min(axis=1), axis=0)
+
+
 def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
     """Return, for each column of times in ms by workload, the rates over the workloads that reading
     or FLOPs bound, and the mean share of the limit."""
@@ -185,15 +215,18 @@ def reached(ms: pd.DataFrame, limits: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracy_table(ranking: Ranking) -> Table:
-    """Return the solutions' accuracy, by name, without any time."""
+    """Return the solutions' accuracy, by name, without any time. The tolerance that decides has one
+    column, flashinfer-bench's own figure."""
     s = ranking.summary.sort_values("solution")
+    decides = "rtol {}, atol {},".format
+    others = [n for n in TOLERANCES if not ranking.tolerance.startswith(decides(*n.split("/")))]
     columns = {
         "solution": s.solution.map(short_name),
         "passed": _passed(s),
         "matched": numbers(s.matched_ratio, ".4f"),
         "cosine": numbers(s.cosine, ".6f"),
         "calc_diff": numbers(s.calc_diff, ".1e"),
-        **{f"matched {name}": numbers(s[name], ".4f") for name in TOLERANCES},
+        **{f"matched {name}": numbers(s[name], ".4f") for name in others},
     }
     return Table(pd.DataFrame(columns), title="Accuracy", note=ACCURACY_NOTE)
 
@@ -302,7 +335,7 @@ def environment_table(run: Run) -> Table:
     info = dict(run.info)
     if "command" in info:
         info["command"] = " ".join(["run.py bench", *run.info["command"]])
-    return Table(pd.DataFrame(_leaves(info), columns=["what", "value"]))
+    return Table(pd.DataFrame(_leaves(info), columns=["what", "value"]), left=2)
 
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
@@ -590,7 +623,8 @@ def gemm_table(f: pd.DataFrame) -> Table:
     values = wide(f[~f.beside], GEMM, None)
 
     def by_case(rows: pd.DataFrame) -> pd.DataFrame:
-        return rows.set_index(list(GEMM.values())).reindex(values.index).reset_index()
+        last = rows.drop_duplicates(list(GEMM.values()), keep="last")  # as in `wide`
+        return last.set_index(list(GEMM.values())).reindex(values.index).reset_index()
 
     ours = by_case(f[f.subject == first])
     times = marked(values, ".1f").reset_index(drop=True)
@@ -628,7 +662,8 @@ TRAINED = "_trained"
 """The end of the name if the model has trained weights."""
 OWN = ("ours", "accurate")
 NOISY = 0.15
-"""Spread of a backend's repeats above which a gain is marked: the host's other load made it."""
+"""Spread of a backend's repeats above which a gain does not count: the host's other load made
+it."""
 LONG_PROMPT = 4096
 """Tokens from which on the GPU, not the host, bounds a prefill."""
 GAINS = {
@@ -672,34 +707,43 @@ def gains(timed: pd.DataFrame) -> "pd.Series[float]":
     return (others.min(axis=1) / ours).where(~larger, ours / others.max(axis=1))
 
 
-def gains_table(rows: Sequence[Mapping[str, Any]], short: bool = False) -> Table:
-    """Return a line for each model: ours over the best of the engine's own.
-
-    Args:
-        short: only models on one GPU that ran the backend `engine`; of each the most layers.
-    """
-    f = frame_of([row for row in rows if row["part"] in TIMED])
-    if short:
-        f = f[(f.gpus == 1) & f.model.isin(f.model[f.subject == "engine"])]
-        f = f[f.layers == f.groupby("name").layers.transform("max")]
+def quiet_gains(f: pd.DataFrame, combine: Callable[["pd.Series[float]"], str]) -> Table:
+    """Return a line for each model of the timed rows: the gains of ours over the best of the
+    engine's own, combined over the sizes that are not noisy. A dash stands for a quantity with
+    fewer than half of its sizes left."""
     spread = f.groupby(CASE).spread.max()
     frame = pd.DataFrame({"gain": gains(f), "spread": spread}).dropna().reset_index()
     frame = frame[(frame.part != "prefill") | (frame["size"] >= LONG_PROMPT)]
-    cells = {key: between(group) for key, group in frame.groupby(["model", "part"])}
+    cells = {}
+    for key, group in frame.groupby(["model", "part"]):
+        quiet = group.gain[group.spread <= NOISY]
+        cells[key] = combine(quiet) if 2 * len(quiet) >= len(group) else "-"
     wide = pd.Series(cells).unstack().rename(columns=GAINS)
     models = [model for model in f.model.unique() if model in wide.index]
     columns = [column for column in GAINS.values() if column in wide]
     wide = wide.reindex(index=models, columns=columns).fillna("-")
-    title = "Speed-up over the best of the engine's own kernels, end to end"
-    return Table(wide.rename_axis("served").reset_index(), title=title)
+    return Table(wide.rename_axis("served").reset_index())
 
 
-def between(cases: pd.DataFrame) -> str:
-    """Return the least and the greatest gain, marked if one of the two is noisy."""
-    ends = cases.loc[[cases.gain.idxmin(), cases.gain.idxmax()]]
-    least, most = (f"{gain:.2f}" for gain in ends.gain)
-    cell = f"{least}x" if least == most else f"{least} to {most}x"
-    return f"{cell} (noisy)" if (ends.spread > NOISY).any() else cell
+def gains_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the least and the greatest gain of each model and quantity."""
+    table = quiet_gains(frame_of([row for row in rows if row["part"] in TIMED]), between)
+    return replace(table, title="Speed-up over the best of the engine's own kernels, end to end")
+
+
+def first_gains_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the mean gain of a decode step and of a prefill, of models on one GPU that ran the
+    backend `engine`; of each the most layers."""
+    f = frame_of([row for row in rows if row["part"] in ("decode", "prefill")])
+    f = f[(f.gpus == 1) & f.model.isin(f.model[f.subject == "engine"])]
+    f = f[f.layers == f.groupby("name").layers.transform("max")]
+    f = f.assign(model=f.model + (f.engine == "vllm").map({True: ", in vLLM", False: ""}))
+    return quiet_gains(f, lambda gain: ratio(np.exp(np.log(gain).mean())))
+
+
+def between(gain: "pd.Series[float]") -> str:
+    least, most = number(gain.min()), number(gain.max())
+    return f"{least}x" if least == most else f"{least} to {most}x"
 
 
 def timed_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
@@ -722,8 +766,7 @@ def timed_table(model: str, f: pd.DataFrame) -> Table:
     forms = {column: ",.0f" if column[-1] in LARGER_IS_BETTER else ".2f" for column in columns}
     frame = values.apply(lambda column_values: numbers(column_values, forms[column_values.name]))
     spread = f.groupby(case).spread.max().reindex(columns)
-    marks = (spread > NOISY).map({True: " (noisy)", False: ""})
-    frame.loc["gain"] = numbers(gains(f).droplevel("model").reindex(columns), unit="x") + marks
+    frame.loc["gain"] = numbers(gains(f).droplevel("model").reindex(columns), unit="x")
     if "least" in f and f.least.notna().all():  # not in older records
         fastest = f.most.where(f.unit.isin(LARGER_IS_BETTER), f.least)
         of_fastest = gains(f.assign(value=fastest)).droplevel("model").reindex(columns)

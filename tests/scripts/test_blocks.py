@@ -118,11 +118,11 @@ def test_a_changed_page_picture_or_row_fails_the_check(
         return done.stdout.splitlines()
 
     stale = [line.split(":")[0] for line in check()]
-    missing = f"latency.png in {copy}"
+    missing = f"latency.svg in {copy}"
     ladder = "other.md, block ladder"
     stale_blocks = ["README.md, block latency", "README.md, block latency_plot", ladder, ladder]
     assert stale == [*stale_blocks, missing]
-    assert call("report", "--pages").stdout == f"{copy / 'latency.png'}\n"
+    assert call("report", "--pages").stdout == f"{copy / 'latency.svg'}\n"
     written = page.read_text()
     assert check() == []
     page.write_text(re.sub(r"\d %", lambda m: f"{(int(m[0][0]) + 1) % 10} %", written, count=1))
@@ -131,7 +131,7 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     last = json.loads(lines[-1])  # which is in no block here
     (copy / rows.FILE).write_text("".join(lines[:-1]) + json.dumps(last | {"value": 5.0}) + "\n")
     assert check() == [f"{missing}: drawn from other data"]
-    (copy / "latency.png").unlink()
+    (copy / "latency.svg").unlink()
     assert check() == [f"{missing}: missing"]
     assert page.read_text() == written, "a check writes nothing"
     third = record(copy.parent / "third", [trace(FLAT, 7, 1.0)])
@@ -158,11 +158,11 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setattr(pages, "PAGES", [page])
     with pytest.raises(UsageError, match="page.md, block ranking: no <!-- record: "):
         pages.publish(check=True)
-    with pytest.raises(UsageError, match="no block absent; there are short_ranking, "):
+    with pytest.raises(UsageError, match="no block absent; there are first_picture, "):
         text_of(only_traces, "absent")
 
 
-@pytest.mark.parametrize("name", [name for name, (needs, _) in pages.BLOCKS.items() if needs])
+@pytest.mark.parametrize("name", [name for name, block in pages.BLOCKS.items() if block.needs])
 def test_a_block_says_that_its_measurement_is_not_recorded(name: str, tmp_path: Path) -> None:
     assert text_of(read(record(tmp_path, [trace("x", 7, 1.0)])), name) == "Not recorded."
 
@@ -213,10 +213,10 @@ def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
                 case | {"subject": "ours", "engine": engine, "value": 2.0}]  # fmt: skip
         measurements += measurement(name, both)
     recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurements))
-    text = text_of(recorded, "served_gains")
-    assert "served). vllm 1, random weights, m." in text
-    assert "served_sglang). sglang 1, random weights, m." in text
-    assert "| m, 2 layers | 1.50x | | m, 2 layers, in SGLang | 2.00x |" in text
+    text = text_of(recorded, "first_gains")
+    assert text.startswith("GPU A, vllm 1, sglang 1: speed-up over the best of the engine's own")
+    assert "[Every size, more models](docs/results.md)" in text
+    assert "| m, 2 layers, in vLLM | 1.50x | | m, 2 layers, in SGLang | 2.00x |" in text
 
 
 def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line(tmp_path: Path):
@@ -251,14 +251,16 @@ def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
 
 
 def test_both_clocks_are_shown_and_named_where_the_record_has_them(tmp_path: Path) -> None:
-    blocks = ("short_ranking", "ranking", "latency", "latency_plot", "first_plot")
+    blocks = ("short_ranking", "ranking", "latency", "latency_plot", "first_ranking")
     without = text_of(read(record(tmp_path, [trace(FLAT, 7, 1.0)])), *blocks)
     assert "Time in ms, the fastest in bold" in without and "evice" not in without
+    assert "so no roofline: over the fastest." in without
     assert "The time on the GPU alone is not recorded." in without
     both = text_of(read(record(tmp_path, [clocked(FLAT, 7, 1.0, 0.5)], roofline())), *blocks)
     assert "Harness/device time in ms, the fastest in bold; roofline: a measured read" in both
     assert both.count("(replay of a CUDA graph)") == 2 and "**1.000**/**0.500**" in both
-    assert both.index("/latency.png") < both.index("/latency_device.png")
+    assert "Time on the GPU alone over the roofline: flat" in both
+    assert "Harness: host included; device: the GPU alone." in both
 
 
 def gemms(
@@ -300,11 +302,32 @@ def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
     assert "the median is 0.80x, the least 0.25x; 2 of them are below 1.0x." in study
 
 
+def test_folded_tables_are_in_the_pages_of_whole_blocks_alone(recorded: Recorded) -> None:
+    for name, whole in (("gemm_study", False), ("served", True)):
+        tables_of = [p for p in pages.BLOCKS[name].make(recorded) if isinstance(p, Table)]
+        folded = [table for table in tables_of if table.folded]
+        assert pages.BLOCKS[name].whole == whole and folded
+        text = pages.block(name, recorded, ROOT)[0]
+        assert [pages.table(table) in text for table in folded] == [whole] * len(folded)
+
+
+def test_the_first_screen_is_short() -> None:
+    """README's generated tables: at most six rows and five columns, without marks of noise."""
+    blocks = {match["name"]: match[0] for match in pages.MARK.finditer(pages.README.read_text())}
+    for name, rows_of, columns in (("first_ranking", 6, 5), ("first_gains", 5, 3)):
+        if name in blocks:
+            lines = [line for line in blocks[name].splitlines() if line.startswith("|")]
+            assert 2 < len(lines) <= 2 + rows_of and lines[0].count("|") == columns + 1
+            assert "noisy" not in blocks[name].lower()
+    assert "first_ranking" in blocks and "first_picture" in blocks
+
+
 def test_the_ladder_compares_with_the_generation_above(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(pages, "GENERATIONS", ("v1", "none of ours", "fused"))
     traces = [
         clocked(f"cutedsl_moe_fp8_{n}", 80, 9.0, ms) for n, ms in {"v1": 3, "fused": 2}.items()
     ]
     (table,) = pages.ladder(read(record(tmp_path, traces)))
+    assert list(table.frame) == ["", "T=80"]
     assert list(table.frame["T=80"]) == ["3.000", "-", "2.000 (1.50x)"]
-    assert list(table.frame["T=1"]) == ["-"] * 3
+    assert pages.ladder(read(record(tmp_path, traces[:1]))) == [], "one generation"

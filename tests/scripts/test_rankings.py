@@ -13,7 +13,7 @@ from small_record import UUIDS, clocked, measurement, record, roofline, trace, w
 
 from scripts.common import sources
 from scripts.common.definitions import find_layer, pair_flops, weight_bytes
-from scripts.common.program import BASELINES, OURS, RESULTS_DIR, short_name
+from scripts.common.program import BASELINES, OURS, RESULTS_DIR
 from scripts.common.sources import every_generation
 from scripts.publishing import pages, rankings, tables
 from scripts.publishing.rankings import read
@@ -421,6 +421,45 @@ def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_pat
     assert table.frame.iloc[1, 5:7].tolist() == ["2.000 (1)", rate]
 
 
+def test_the_first_ranks_are_those_on_the_gpu(tmp_path: Path) -> None:
+    """Our two fastest solutions, the three fastest peers, whoever they are, and the roofline."""
+    times = {
+        "slow": 9.0,
+        "fast": 1.0,
+        "middle": 2.0,
+        "humming": 1.5,
+        "p2": 3.0,
+        "p3": 4.0,
+        "p4": 5.0,
+    }
+    traces = [clocked(name, 7, 10.0 - ms, ms) for name, ms in times.items()]
+    ours = dict.fromkeys(("slow", "fast", "middle"), False)
+    recorded = read(record(tmp_path / "run", traces, roofline(), peers=ours))
+    limit = recorded.main.limits.roofline[UUIDS[7]]
+    shares = {name: f"{100 * limit / ms:.0f} %" for name, ms in times.items()}
+    assert tables.first_table(recorded.main).frame.to_numpy().tolist() == [
+        ["fast", "9.000", "1.000", shares["fast"], "1.50x"],
+        ["middle", "8.000", "2.000", shares["middle"], "0.75x"],
+        ["humming", "8.500", "1.500", shares["humming"], "1.00x"],
+        ["p2", "7.000", "3.000", shares["p2"], "0.50x"],
+        ["p3", "6.000", "4.000", shares["p3"], "0.38x"],
+        ["roofline", "-", f"{limit:.3f}", "100 %", "-"],
+    ]
+    plain = read(record(tmp_path / "plain", [trace("x", 7, 1.0)])).main
+    assert tables.first_table(plain).frame.to_numpy().tolist() == [["x", "1.000"]]
+
+
+def test_the_tolerance_that_decides_has_one_column(tmp_path: Path) -> None:
+    extra = {"matched_ratio": 0.9, "matched_ratios": {"0.2/0.1": 0.91, "0.3/1": 0.95}}
+    for tolerance, left in (("rtol 0.2, atol 0.1, matched ratio 0.85", ["0.3/1", "0.01/0.01"]),
+                            ("rtol 0.3, atol 1, matched ratio 0.9", ["0.2/0.1", "0.01/0.01"]),
+                            ("", ["0.2/0.1", "0.3/1", "0.01/0.01"])):  # fmt: skip
+        traces = [trace("x", 7, 1.0, extra=extra, libs={"tolerance": tolerance})]
+        (ranking,) = small_record.ranked(tmp_path, traces)
+        columns = list(tables.accuracy_table(ranking).frame)
+        assert columns[2] == "matched" and columns[5:] == [f"matched {name}" for name in left]
+
+
 def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
     """T=7 is bound by the measured time of reading, T=80 by FLOPs."""
     lines = roofline()
@@ -548,13 +587,9 @@ def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     own = text.split(f"\nRecorded: {recorded.main.hardware}: 19 workloads, ")[1]
     own = own.split("\n\n\n")[0]
     assert f"Recorded {RECORD.name}; not measured in this run." in own
-    assert "harness ms: host included; flashinfer-bench" in own
-    assert "The sources have not changed since." in own
-    first = recorded.main.summary.iloc[0]
-    (row,) = [line.split() for line in own.splitlines() if line.startswith("1  ")]
-    kind = "peer" if first.peer else "ours"
-    assert row[:4] == ["1", short_name(first.solution), kind, "19/19"]
-    assert row[4] == f"{first.harness_mean_ms:.3f}"
+    assert "The sources have not changed since." in own and "Harness: host included" in own
+    assert own.endswith(tables.first_table(recorded.main).text())
+    assert f"run.py report results/{RECORD.relative_to(RESULTS_DIR)}" in own
     now["cutedsl_moe_fp8_v3"] = "x"
     monkeypatch.setattr(sources, "unchanged", lambda *_: False)
     assert "Since this run the source of v3 has changed." in pages.without_gpu([], [recorded])

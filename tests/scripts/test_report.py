@@ -1,6 +1,7 @@
 """The report: complete, self-contained, escaped, and clear about what a record lacks."""
 
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
 from scripts.common import sources
-from scripts.common.program import RESULTS_DIR
-from scripts.publishing import pages, rankings, tables
-from scripts.publishing.plots import image, latency_figure, layers_figure
-from scripts.publishing.rankings import read
+from scripts.common.program import RESULTS_DIR, printable
+from scripts.publishing import pages, plots, rankings, tables
+from scripts.publishing.rankings import Ranking, read
 from scripts.publishing.rows import Rows
 
 pytest.importorskip("matplotlib")
@@ -24,7 +24,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 class Page(HTMLParser):
-    """Tags that never close, ids, tables and what would be loaded, of a page."""
+    """Tags that never close, ids, texts of pictures, tables and what would be loaded, of a page."""
 
     VOID = {"meta", "br", "wbr", "link", "img", "input"}
 
@@ -33,6 +33,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.ids: list[str] = []
         self.loads: list[str] = []
+        self.alts: list[str] = []
         self.tables: list[list[list[str]]] = []
         self.words = ""
         self.feed(text)
@@ -43,7 +44,9 @@ class Page(HTMLParser):
         named = dict(attrs)
         self.ids += [named["id"]] if "id" in named else []
         self.loads += [named[key] for key in ("src", "href", "xlink:href") if key in named]
+        self.alts += [named["alt"]] if tag == "img" else []
         if tag == "table":
+            assert self.open[-2] == "div", "in a box of its own that scrolls"
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
@@ -88,19 +91,19 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     page, recorded = Page(text), read(RECORD)
     assert len(page.ids) == len(set(page.ids))
     assert page.open == [] and len(text) < 2e6
-    heads = re.findall("<h2>(.*?)</h2>", text)
-    measured = [
-        title for title, (name, _) in pages.MORE.items() if not name or name in recorded.rows
-    ]
-    assert len(measured) == len(pages.MORE) - 1, "no SGLang"
+    heads = re.findall("<h2>(.*?)</h2>", unescape(text))
+    titled = {block.title: block.needs for block in pages.BLOCKS.values() if block.title}
+    measured = [title for title, needs in titled.items() if needs in recorded.rows]
+    assert len(measured) > 8
     assert heads[0].startswith(recorded.main.hardware) and heads[1:] == [*measured, "Environment"]
     links = {load[1:] for load in page.loads if load.startswith("#")}
-    assert links <= set(page.ids)
+    assert {f"s{n}" for n in range(1, len(heads) + 1)} <= links <= set(page.ids)
     pictures = [load for load in page.loads if load.startswith("data:image/svg+xml;base64,")]
     assert len(page.loads) == len(links) + len(pictures), "loads something"
     assert not re.search(r"@import|url\(", text)
-    # Latency by each clock, a call, the GEMMs on the workloads' rows, and each sweep.
+    # Two of the ranking, a call, the GEMMs on the workloads' rows, and each sweep.
     assert len(pictures) == 2 + 1 + 1 + len(pages.SWEEPS)
+    assert all(len(alt) > 40 for alt in page.alts) and len(page.alts) == len(pictures)
     assert "color-scheme: light dark" in text and 'name="viewport"' in text
     hardware, (gpu, *_) = recorded.main.hardware, recorded.info["environment"]["gpus"]
     assert hardware in page.words and gpu["driver"] in page.words
@@ -111,6 +114,17 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert latency[1][latency[0].index("flat")] == f"{of_flat.harness:.4f}/{of_flat.device:.4f}"
 
 
+def test_the_page_has_every_table_of_the_results() -> None:
+    """So docs/results.md may leave out any of them."""
+    recorded = read(RECORD)
+    text = pages.render(recorded)
+    for name, block in pages.BLOCKS.items():
+        if not block.needs or block.needs in recorded.rows:
+            for table in (part for part in block.make(recorded) if isinstance(part, tables.Table)):
+                cells = table.frame.to_numpy()
+                assert f"<td>{printable(str(cells[0, -1]))}</td>" in text, name
+
+
 def clocked_run(path: Path, *rows: list[dict]) -> Path:
     flat = "cutedsl_moe_fp8_flat"
     traces = [clocked(flat, 7, 1.0, 0.1), clocked(flat, 80, 2.0, 1.0)]
@@ -118,7 +132,7 @@ def clocked_run(path: Path, *rows: list[dict]) -> Path:
     return record(path, traces, *rows)
 
 
-def test_the_page_begins_with_the_verdict_and_its_picture(tmp_path: Path, monkeypatch) -> None:
+def test_the_page_begins_with_the_verdict_and_its_pictures(tmp_path: Path, monkeypatch) -> None:
     """Then the short table. Long parts of the page are folded, and remarks say what is not known
     of the sources."""
     monkeypatch.setattr(sources, "current", lambda *_: {"cutedsl_moe_fp8_flat": "2"})
@@ -127,29 +141,32 @@ def test_the_page_begins_with_the_verdict_and_its_picture(tmp_path: Path, monkey
     gemms[0] |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}
     run = clocked_run(tmp_path, measurement("gemm_study", gemms, rates=RATES))
     text, page = page_of(run)
-    (first, *others) = text.split("<section")[1:]
-    verdict = "<p>All 2 solutions passed on all 2 workloads.</p>"
-    picture = "<h3>Device time of all solutions and the roofline</h3>"
-    marks = ("<h2>", verdict, picture, "<img", "<table", "<h3>Latency of", "<h3>Speed-ups")
-    places = [first.index(mark) for mark in marks]
-    assert places == sorted(places) and first.count("<table", 0, places[-1]) == 1
-    assert text.count("<img") == 2, "a picture by each clock"
+    verdict = '<p class="verdict">All 2 solutions passed on all 2 workloads.</p>'
+    bars, lines = (
+        "Time of one layer over the fastest</h3>",
+        "Time of all solutions over the fastest",
+    )
+    marks = (verdict, "<nav>", "<h2>", bars, "<img", f"{lines}</h3>", "<table", "Speed-ups</h3>")
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places) and text.count("<table", 0, places[-1]) == 1
+    assert text.count("<img") == 2
     shown = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
     assert text.count("<details>") == 1 and shown.count("<table") == text.count("<table") - 1
     (folded,) = re.findall(r"<summary>(.*?)</summary>", text)
     assert folded.endswith(", in us")
-    assert any("Grouped GEMM" in section for section in others)
+    assert re.findall("<h2>(.*?)</h2>", text)[1:] == ["The grouped GEMM with even rows"]
     assert "It is not known which sources of flat were measured." in page.words
     assert "Since this measurement the source of flat has changed" in page.words
     _, without = page_of(some_run(tmp_path / "without"))
-    assert "device" not in without.words.lower()
+    assert "device" not in without.words.lower() and "gpu alone" not in without.words.lower()
 
 
-def test_without_a_gpu_the_page_begins_with_what_passed_and_the_recorded_times(
+def test_without_a_gpu_the_page_begins_with_this_run_and_ends_with_the_first_recorded_ranks(
     tmp_path: Path, monkeypatch
 ) -> None:
     environment = {"time": "2026-01-02T03:04"}
-    of_gpu = read(record(tmp_path / "gpu", [trace("x", 7, 1.0)], environment=environment))
+    of_gpu = read(clocked_run(tmp_path / "gpu"))
+    of_gpu.info["environment"] = environment
     monkeypatch.setattr(rankings, "recorded_runs", lambda definition: [of_gpu])
     libs = {"device": "cpu", "timing": "wall clock"}
     emulated = libs | {"emulated": "sm_90a"}
@@ -160,24 +177,24 @@ def test_without_a_gpu_the_page_begins_with_what_passed_and_the_recorded_times(
         trace("x", 7, 0.0, reference=0.0, hardware="Some CPU", libs=emulated),
     ]
     run = record(tmp_path / "cpu", traces, skipped={"z": "no GPU"})
-    text, _ = page_of(run)
-    (first, *others) = text.split("<section")[1:]
-    assert re.findall("<p>(.*?)</p>", first) == [
+    text, page = page_of(run)
+    assert re.findall('<p class="verdict">(.*?)</p>', text) == [
         "1 of 2 solutions passed on all 2 workloads (reference model), x on 1; the one solution "
         "passed on the one workload (kernels for sm_90a, emulated); nothing was timed; not run: "
         "z: no GPU."
     ]
-    assert first.count("<img") == 1 and "Recorded 2026-01-02; not measured in this run." in first
-    heads = [re.search("<h2>(.*?)</h2>", section)[1] for section in others]
     by = "outputs of the"
-    assert heads == [
+    assert re.findall("<h2>(.*?)</h2>", text) == [
         f"CPU (Some CPU), workloads of T=7, 80: {by} reference model",
         f"CPU (Some CPU), workloads of T=7: {by} kernels for sm_90a, emulated",
-        "Recorded: GPU A: 1 workloads, 1 solutions",
+        "Recorded: GPU A: 2 workloads, 2 solutions",
         "Environment",
     ]
-    assert "INCORRECT_NUMERICAL" in others[0] and "Recorded 2026-01-02" in others[2]
-    assert text.count("<img") == 1, "no picture twice"
+    own, of_record = text.split("<h2>Recorded")
+    assert "INCORRECT_NUMERICAL" in own and "Recorded 2026-01-02" in of_record
+    assert own.count("<img") == 0 and of_record.count("<img") == 1
+    assert of_record.count("<table") == 2, "the first ranks and the environment"
+    assert [row[0] for row in page.tables[-2]] == ["solution", "flat", "peer_a"]
     both = record(tmp_path / "both", [*traces, trace("x", 7, 1.0)])
     assert "not measured in this run" not in page_of(both)[0], "it has a GPU's"
 
@@ -192,15 +209,15 @@ def test_what_traces_say_is_escaped(tmp_path: Path) -> None:
     assert failed[1] == ["peer_b", "7", "aaaa0000", "RUNTIME_ERROR", EVIL]
 
 
-def test_without_rates_of_this_gpu_no_roofline_is_drawn_and_the_page_says_so(
+def test_without_rates_of_this_gpu_times_are_over_the_fastest_and_the_page_says_so(
     tmp_path: Path,
 ) -> None:
     text, page = page_of(some_run(tmp_path / "no rates"))
-    assert "no roofline is drawn" in page.words and "roofline / best" not in text
+    assert "so no roofline: over the fastest" in page.words and "roofline / best" not in text
     traces = [trace("x", 7, 1.0), trace("x", 7, 2.0, hardware="GPU B")]
     _, page = page_of(record(tmp_path / "rates of GPU A", traces, roofline()))
     assert "GPU A: 1 workloads" in page.words and "GPU B: 1 workloads" in page.words
-    assert page.words.count("no roofline is drawn") == 1, "on the GPU that has none"
+    assert page.words.count("so no roofline") == 1, "on the GPU that has none"
     assert page.words.count("roofline / best") == 1
 
 
@@ -208,21 +225,88 @@ def test_solutions_that_all_failed_still_make_a_page(tmp_path: Path) -> None:
     traces = [trace("x", 7, None, status="TIMEOUT", log="Evaluation timeout after 1 seconds")]
     text, page = page_of(record(tmp_path, traces))
     assert "TIMEOUT" in page.words and "<img" not in text
-    assert re.findall("<h2>(.*?)</h2>", text)[1:] == ["Environment"], "nothing was measured"
+    assert re.findall("<h2>(.*?)</h2>", text)[1:] == [], "nothing was measured"
 
 
-def test_latency_figure_draws_what_was_measured(tmp_path: Path) -> None:
-    recorded = read(some_run(tmp_path, roofline()))
-    ranking = recorded.main
-    (ax,) = latency_figure(ranking).axes
-    lines = {line.get_label(): line for line in ax.get_lines()}
-    assert set(lines) == {"flat", "peer_a", "roofline"}, "peer_b has no time"
-    assert list(lines["flat"].get_ydata()) == [1.0, 2.0]
-    assert list(lines["roofline"].get_ydata()) == list(ranking.limits.roofline)
+def lines_of(picture: pages.Picture) -> list[dict[str, Any]]:
+    """Return the lines of each panel by their labels."""
+    return [
+        {line.get_label(): line for line in ax.get_lines() if line.get_label()[0] != "_"}
+        for ax in picture.draw().axes
+    ]
+
+
+def latency_of(ranking: Ranking) -> list[dict[str, Any]]:
+    (picture,) = pages.latency_pictures(ranking)
+    return lines_of(picture)
+
+
+def test_times_are_drawn_over_the_roofline(tmp_path: Path) -> None:
+    ranking = read(some_run(tmp_path, roofline())).main
+    (lines,) = latency_of(ranking)
+    assert set(lines) == {"flat", "peer_a"}, "peer_b has no time"
+    assert list(lines["flat"].get_ydata()) == list([1.0, 2.0] / ranking.limits.roofline)
     assert (lines["flat"].get_linestyle(), lines["peer_a"].get_linestyle()) == ("-", "--")
     gap = [trace("x", 7, 1.0), trace("x", 80, None, status="TIMEOUT"), trace("x", 901, 3.0)]
-    (ax,) = latency_figure(read(record(tmp_path / "gap", gap)).main).axes
-    assert list(ax.get_lines()[0].get_ydata()) == [1.0, 3.0], "one line"
+    (lines,) = latency_of(read(record(tmp_path / "gap", gap)).main)
+    assert list(lines["x"].get_ydata()) == [1.0, 1.0], "one line, over the fastest"
+    clocks = latency_of(read(clocked_run(tmp_path / "clocks", roofline())).main)
+    assert [list(panel["flat"].get_ydata() * ranking.limits.roofline) for panel in clocks] == [
+        pytest.approx([0.1, 1.0]), pytest.approx([1.0, 2.0])
+    ]  # fmt: skip
+
+
+def test_a_far_slower_solution_does_not_flatten_the_others(tmp_path: Path) -> None:
+    times = {"fast": 1.0, "second": 1.2, "third": 3.0, "far": 30.0}
+    traces = [trace(name, n, ms) for name, ms in times.items() for n in (7, 80)]
+    (picture,) = pages.latency_pictures(read(record(tmp_path, traces, roofline())).main)
+    assert set(lines_of(picture)[0]) == {"fast", "second", "third"}
+    assert picture.note.endswith("Not drawn where it is far slower: far.")
+    traces += [trace("fast", 901, 1.0), trace("second", 901, 1e3)]
+    (picture,) = pages.latency_pictures(read(record(tmp_path, traces)).main)
+    assert picture.draw().axes[0].get_ylim()[1] < 10, "one far slower time"
+
+
+def test_the_bars_are_ours_and_the_fastest_peers_on_the_gpu(tmp_path: Path) -> None:
+    """Whoever they are: a peer that joins the record joins the picture."""
+    ours = dict.fromkeys(("ours", "slower"), False)
+    times = {"ours": 1.0, "slower": 1.5} | {f"p{n}": 2.0 + n for n in range(5)} | {"humming": 1.2}
+    traces = [clocked(name, n, 9.0, ms * n) for name, ms in times.items() for n in (7, 80)]
+    traces += [clocked("half", 80, 9.0, 1.0)]
+    (picture,) = pages.first_pictures(read(record(tmp_path, traces, roofline(), peers=ours)).main)
+    figure = picture.draw()
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["ours", "humming", "p0", "p1", "p2", "p3"]
+    assert [ax.get_title() for ax in figure.axes if ax.patches] == ["80 tokens"], "7 is not shown"
+    assert "80 tokens, of ours and of the peers humming, p0" in picture.alt
+    assert picture.alt.endswith("ours is the fastest at each.")
+    limit = read(tmp_path).main.limits.roofline.iloc[-1]
+    labels = [text.get_text() for text in figure.axes[0].texts]
+    assert labels[:2] == [f"{80.0 / limit:.2f}", f"{96.0 / limit:.2f}"]
+    alone = read(record(tmp_path / "alone", [clocked("ours", 80, 9.0, 1.0)], peers=ours))
+    assert pages.first_pictures(alone.main) == [], "no peer"
+
+
+def test_pictures_of_long_names_are_not_cut(tmp_path: Path) -> None:
+    """The legend has as many columns as fit."""
+    names = [f"{'a_solution_with_a_long_name'}_{n}" for n in range(12)]
+    traces = [trace(name, n, 1.0) for name in names for n in (7, 80)]
+    (picture,) = pages.latency_pictures(read(record(tmp_path, traces)).main)
+    figure = picture.draw()
+    figure.draw_without_rendering()
+    (legend,), page = figure.legends, figure.bbox
+    extent = legend.get_window_extent()
+    assert len(legend.get_texts()) == 12
+    assert page.x0 <= extent.x0 and extent.x1 <= page.x1 and page.y0 <= extent.y0
+    assert figure.axes[0].get_window_extent().height > 0.3 * page.height, "beside the legend"
+
+
+def test_a_picture_follows_the_readers_setting_and_repeats_its_bytes() -> None:
+    (picture,) = pages.first_pictures(read(RECORD).main)
+    text = plots.image(picture.draw, "some data").decode()
+    assert "prefers-color-scheme: dark" in text and "some data" in text
+    assert "triton_moe" in text, "text stays text"
+    assert plots.image(picture.draw, "some data").decode() == text
 
 
 def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
@@ -230,25 +314,21 @@ def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
     return Rows({head["id"]: head}, lines)
 
 
-def test_the_figure_of_gemms_shows_what_bounds_each_workload() -> None:
-    """Workloads bound by reading are drawn in TB/s, with the roofline; the others in TFLOP/s."""
-    case = {"experts": 8, "active": 8, "rows": 1.0, "n": 4096, "k": 7168, "roofline": 5.0}
-    workloads = {7: (7, 10.0), 80: (20000, 400.0), 901: (40000, 800.0), None: (9, 9.0)}
+def test_the_picture_of_gemms_has_a_panel_for_each_weight() -> None:
+    case = {"experts": 8, "active": 8, "pairs": 8, "rows": 1.0, "roofline": 5.0}
     rows = [
-        case | {"tokens": tokens, "pairs": pairs, "subject": name, "peer": peer, "value": by * us}
+        case | {"tokens": tokens, "n": n, "k": k, "subject": name, "peer": peer, "value": by * us}
         for name, peer, by in (("flat", False, 1), ("flat, next larger", False, 3), ("p", True, 2))
-        for tokens, (pairs, us) in workloads.items()
+        for n, k in ((4096, 7168), (7168, 2048))
+        for tokens, us in ((80, 8.0), (7, 10.0), (None, 9.0))
     ]
-    recorded = in_memory("gemm_layers", rows, rates=RATES)
-    reads, computes = layers_figure(recorded).axes
-    f = tables.gemm_frame(recorded, "gemm_layers").set_index(["subject", "tokens"])
-    lines = {line.get_label(): line for line in reads.get_lines()}
-    assert [label for label in lines if not label.startswith("_")] == ["flat", "roofline", "p"]
-    assert list(lines["flat"].get_ydata()) == [f.gbytes["flat", 7] / 1e3]
-    assert list(lines["roofline"].get_ydata()) == pytest.approx([2 * f.gbytes["flat", 7] / 1e3])
-    ours, peer = computes.get_lines()
-    assert list(ours.get_xdata()) == list(peer.get_xdata()) == [1, 2]
-    assert list(ours.get_ydata()) == [f.tflops["flat", tokens] for tokens in (80, 901)]
+    f = tables.gemm_frame(in_memory("gemm_layers", rows, rates=RATES), "gemm_layers")
+    (picture,) = pages.gemm_pictures(f)
+    for panel in lines_of(picture):
+        assert set(panel) == {"flat", "p"}
+        assert list(panel["flat"].get_ydata()) == [2.0, 1.6]
+        assert list(panel["p"].get_ydata()) == [4.0, 3.2]
+    assert len(lines_of(picture)) == 2
 
 
 def test_a_call_whose_tokens_are_quantised_before_is_not_compared() -> None:
@@ -350,6 +430,15 @@ def test_the_run_is_the_given_one_or_the_latest(tmp_path: Path, monkeypatch) -> 
     assert "no traces.jsonl" in call("report", tmp_path).stderr
 
 
+def test_the_page_of_a_record_is_not_written_among_the_results(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "RUNS_DIR", tmp_path / "runs")
+    monkeypatch.setattr(pages, "RESULTS_DIR", tmp_path / "results")
+    run = some_run(tmp_path / "results" / "gpu-a" / "2026-01-02")
+    before = sorted(run.iterdir())
+    assert pages.write(run) == tmp_path / "runs" / "gpu-a-2026-01-02" / "report.html"
+    assert sorted(run.iterdir()) == before
+
+
 def test_the_page_goes_where_it_is_told_and_compares_the_peers_that_are_named(
     tmp_path: Path,
 ) -> None:
@@ -362,8 +451,8 @@ def test_names_are_no_formulas(tmp_path: Path) -> None:
     names = ["$\\frac$", "$x$", "a$b$c", "\\alpha_{", "x\x1b[31m"]
     gpu = "GPU " + " ".join(names)
     run = record(tmp_path, [trace(name, 7, 1.0, hardware=gpu) for name in names])
-    text, page = page_of(run)
+    text, page = page_of(run)  # with pictures of all names
     assert "\x1b" not in text
     for name in names:
         assert name.replace("\x1b", "\\x1b") in page.words
-    assert image(latency_figure(read(run).main), "png")
+    assert pages.latency_pictures(read(run).main)
