@@ -96,7 +96,8 @@ def main() -> int:
     if args.against:
         options.one_name((s.name for s in chosen.solutions), args.against, "--against")
     every = chosen.trace_set.workloads[args.definition.name]
-    if left := [f"T={cases.tokens(t.workload)}" for t in every if t not in chosen.workloads]:
+    left = [f"T={cases.tokens(t.workload)}" for t in every if t not in chosen.workloads]
+    if left and not (args.workloads or args.max_tokens):  # else the user left them out
         say(f"not run: {len(left)} workloads ({', '.join(left)})")
     config = harness.configuration(args, on_gpu)
     with harness.open_run(args, chosen, config, on_gpu) as run:

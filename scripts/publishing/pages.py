@@ -165,14 +165,14 @@ def first_pictures(ranking: Ranking) -> list[Picture]:
     ratios = ratios_of(ranking, clock)
     ratios = ratios[ratios.index.isin(LADDER_TOKENS)].reindex(columns=chosen)
     ratios = ratios.dropna(axis=1)
-    ours, *peers = [*map(short_name, ratios), ""]
-    if ratios.empty or len(peers) < 2 or chosen[0] not in ratios:
+    if len(ratios) == 0 or len(ratios.columns) < 2 or chosen[0] not in ratios:
         return []
+    ours, *peers = map(short_name, ratios)
     limit = "the fastest" if ranking.limits.empty else "the GPU's limit"
     what = f"Time of one layer over {limit}"
     counts = f"at {', '.join(map(str, ratios.index))} tokens"
     alt = f"Bars: {what[0].lower()}{what[1:]}, {ranking.hardware}, {counts}, of {ours} and of the "
-    alt += f"peers {', '.join(peers[:-1])}."
+    alt += f"peers {', '.join(peers)}."
     if (ratios.idxmin(axis=1) == chosen[0]).all():
         alt += f" {ours} is the fastest at each."
     title = f"{what} (the line), {ranking.hardware}"
@@ -373,9 +373,10 @@ def gemm_study(recorded: Recorded) -> list[Part]:
 def gemm_figures(recorded: Recorded, name: str) -> list[Part]:
     """Return all figures of a measurement of GEMMs, folded."""
     f, head = tables.gemm_frame(recorded.rows, name), recorded.rows.measurements[name]
+    if f.empty:
+        return []
     note, what = f"{head['hardware']}: {head['method']}.", f"{name}: the figures, in us"
-    table = replace(tables.gemm_table(f), title=what, note=note, folded=True) if len(f) else None
-    return [table] if table else []
+    return [replace(tables.gemm_table(f), title=what, note=note, folded=True)]
 
 
 def timeline(recorded: Recorded) -> list[Part]:

@@ -43,6 +43,8 @@ DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(.93) hue-rota
 """A rule of the SVG: the white background turns dark, and colours keep their hue."""
 MOST = 3.0
 """Subjects slower than this, in their median over the fastest subject's, are not drawn."""
+CUT = 6.0
+"""Ratios above this, over the median of all, are outside a picture."""
 
 
 def image(draw: "Callable[[], Figure]", source: str = "") -> bytes:
@@ -113,6 +115,8 @@ def bars_figure(ratios: pd.DataFrame, ours: Hashable, title: str) -> "Figure":
     axes[0].invert_yaxis()
     for ax in axes[::2]:
         ax.get_yticklabels()[list(ratios).index(ours)].set_fontweight("bold")
+    for ax in axes[len(ratios) :]:
+        ax.set_axis_off()
     return figure
 
 
@@ -134,7 +138,8 @@ def lines_figure(
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(FixedLocator(TICKS))
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_ylim(0.97, 1.08 * min(ratios.max().max(), 6.0 * ratios.stack().median()))
+        values = ratios.stack()
+        ax.set_ylim(0.97 * min(1.0, values.min()), 1.08 * min(values.max(), CUT * values.median()))
         if log:
             ax.set_xscale("log", base=2)
         ax.set_xticks(places, list(map(str, ratios.index)), rotation=90)

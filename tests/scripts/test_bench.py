@@ -200,7 +200,7 @@ def test_each_workload_is_kept_at_once_with_what_it_is_of(gpu) -> None:
     first, second = (line for line in done.stderr.splitlines() if "elapsed" in line)
     assert re.fullmatch(r"\[1/2\] T=1 \(uuid-1-0\): 1 solutions   elapsed [\d.]+ s", first)
     assert second.startswith("[2/2] T=7 (uuid-7-1)") and "remaining about" in second
-    assert "not run: 1 workloads (T=14)" in done.stderr
+    assert "not run: " not in done.stderr, "they were chosen"
     assert "x: PASSED 5.00x 1.0000 ms" in done.stderr
     assert "2 workloads, 1 solutions" in done.stdout
 

@@ -275,6 +275,7 @@ def test_the_bars_are_ours_and_the_fastest_peers_on_the_gpu(tmp_path: Path) -> N
     traces += [clocked("half", 80, 9.0, 1.0)]
     (picture,) = pages.first_pictures(read(record(tmp_path, traces, roofline(), peers=ours)).main)
     figure = picture.draw()
+    assert not figure.axes[1].axison, "no frame without bars"
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["ours", "humming", "p0", "p1", "p2", "p3"]
     assert [ax.get_title() for ax in figure.axes if ax.patches] == ["80 tokens"], "7 is not shown"
