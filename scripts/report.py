@@ -35,7 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     text = "solutions that count as peers, * allowed; run.json's, else all without cutedsl_"
     peers = add("--peers", nargs="+", default=[], metavar="NAME", help=text)
     page = arguments.add_argument_group("a page")
-    out = page.add_argument("--out", type=Path, metavar="FILE", help="report.html beside the run")
+    out = page.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="report.html: beside the run, a record's in runs/",
+    )
     group = arguments.add_argument_group("with --text")
     text = "anyone's, not only ours; that of the run"
     of_text = [
