@@ -29,7 +29,7 @@ from scripts.common.program import (
     parser,
     run_main,
 )
-from scripts.measuring.processes import process_pool
+from scripts.measuring.processes import Tasks, process_pool
 
 TARGETS = {"sm_90a": 132, "sm_100a": 148}
 """Multiprocessors of a GPU, by the compiler's target: some grids are compile-time constants."""
@@ -205,8 +205,10 @@ def compute(listed: list[Unit], workers: int) -> dict[str, str]:
     with (
         tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
         process_pool(workers, "spawn", start_worker, directory) as pool,
+        Tasks("kernels", len(by_name), workers) as tasks,
     ):
-        return dict(sorted(zip(by_name, pool.map(digest, by_name.values()), strict=True)))
+        futures = {n: tasks.add(pool.submit(digest, unit), n) for n, unit in by_name.items()}
+        return {name: futures[name].result() for name in sorted(futures)}
 
 
 def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:

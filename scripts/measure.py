@@ -21,6 +21,7 @@ as it comes.
 import argparse
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ from scripts.common.program import (
     positive,
     run_main,
     say,
+    show,
     steps,
     whole,
 )
@@ -433,7 +435,7 @@ def main() -> int:
                 title, table = each
                 if table:
                     text = table.markdown() if args.markdown else table.text()
-                    print("\n\n".join(filter(None, [title, text])) + "\n", flush=True)
+                    show("\n\n".join(filter(None, [title, text])) + "\n", sys.stdout)
     except KeyboardInterrupt:
         interrupted = True
         say("interrupted")

@@ -6,19 +6,23 @@ Imports nothing but the standard library, so that `--help` answers at once.
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
 import re
 import signal
 import sys
-import time
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINITION = "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048"
@@ -70,7 +74,16 @@ class Failure(Exception):
 
 def say(text: str) -> None:
     """Print lines other than results to stderr, with unprintable characters escaped."""
-    print("\n".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
+    show("\n".join(map(printable, text.split("\n"))), sys.stderr)
+
+
+def show(text: str, file: TextIO) -> None:
+    """Print text beside a progress bar, if there is one."""
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(text, file)
+        file.flush()
+    else:
+        print(text, file=file, flush=True)
 
 
 def note(text: str) -> None:
@@ -188,6 +201,55 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+TICK_SECONDS = 1.0
+LOG_SECONDS = 20.0
+"""The least time between two lines of a progress bar in a log, but for lines that it must have."""
+
+
+class Log(io.StringIO):
+    """A file that says what tqdm writes, each state of a bar as a line."""
+
+    def write(self, text: str) -> int:
+        if line := text.strip():
+            say(line)
+        return len(text)
+
+
+def progress(total: float) -> "tqdm":
+    """Return a progress bar: on a terminal tqdm's own, elsewhere lines. A description that is set
+    shows at once, `update(0)` shows it at intervals."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # no thread: programs fork
+    form = "{desc}   elapsed {elapsed}, remaining {remaining}{postfix}"
+    place: dict[str, Any] = {"file": Log(), "mininterval": LOG_SECONDS, "position": 0}
+    if sys.stderr.isatty():
+        form += " {bar}"
+        place = {"file": sys.stderr, "dynamic_ncols": True}
+    # All from the first step, not only recent ones: steps differ. Nothing before the first text.
+    return tqdm(total=total, bar_format=form, smoothing=0, delay=1e-9, miniters=0, leave=False,
+                **place)  # fmt: skip
+
+
+@contextlib.contextmanager
+def ticking(shown: "tqdm") -> Iterator[None]:
+    """Show the elapsed time of a progress bar every second, in a log every `LOG_SECONDS`, also
+    while this process computes. It runs a thread: not beside a measurement of time."""
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(TICK_SECONDS):
+            shown.update(0)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 T = TypeVar("T")
 
 
@@ -196,18 +258,14 @@ def steps(
     text: Callable[[T], str] = str,
     weight: Callable[[T], float] = lambda item: 1.0,
 ) -> Iterator[T]:
-    """Yield the items, each announced by a line on stderr, which reads well in a terminal and in a
-    log. The remaining time is extrapolated by weight: 14107 tokens take far longer than 7."""
-    whole, done, start = sum(map(weight, items)), 0.0, time.monotonic()
-    for number, item in enumerate(items, 1):
-        elapsed = time.monotonic() - start
-        line = f"[{number:>{len(str(len(items)))}}/{len(items)}] {text(item)}"
-        line += f"   elapsed {duration(elapsed)}"
-        if done:
-            line += f", remaining about {duration(elapsed * (whole - done) / done)}"
-        say(line)
-        yield item
-        done += weight(item)
+    """Yield the items behind a progress bar that names each. The remaining time is extrapolated by
+    weight: 14107 tokens take far longer than 7."""
+    with progress(sum(map(weight, items))) as shown:
+        for number, item in enumerate(items, 1):
+            place = f"[{number:>{len(str(len(items)))}}/{len(items)}]"
+            shown.set_description_str(f"{place} {printable(text(item))}")
+            yield item
+            shown.n += weight(item)
 
 
 # --- text -----------------------------------------------------------------------------------------

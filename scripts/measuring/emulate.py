@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 from moe_fp8.cache import CACHE_VARIABLE, PACKAGE, import_closure
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scripts.common.program import UsageError, note, steps
+from scripts.common.program import UsageError, note, short_name, steps
 from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Inputs, definition_of, named, tokens
 from scripts.measuring.clock import FAILURES
 from scripts.measuring.layers import bits, metrics, refuse_changed, run_reference, run_solution
-from scripts.measuring.processes import process_pool
+from scripts.measuring.processes import Tasks, process_pool
 from scripts.publishing.rows import EMULATED, PASSED, TIMING
 
 MODEL = "wall clock of the reference model on the CPU, no GPU kernel ran"
@@ -484,18 +484,23 @@ def _evaluate_pickled(data: bytes) -> dict[str, Any]:
 class Kernels(contextlib.ExitStack):
     """Processes that evaluate solutions by their kernels, as many as there are cores."""
 
-    def __init__(self, emulation: Emulation):
+    def __init__(self, emulation: Emulation, count: int):
+        """`count` is the expected number of evaluations."""
         super().__init__()
         self.emulation = emulation
         self._start()
+        self.tasks = self.enter_context(Tasks("emulated kernels", count, os.cpu_count() or 1))
 
     def _start(self) -> None:
         arguments = os.cpu_count() or 1, "fork", emulate, self.emulation.target
         self._pool = self.enter_context(process_pool(*arguments))
         self._pool.submit(os.getpid)  # starts all of them, which import the DSL meanwhile
 
-    def submit(self, *arguments: Any) -> Future:
-        """Start `evaluate_kernels` with these arguments behind the target."""
+    def submit(self, name: str, *arguments: Any) -> Future:
+        """Start `evaluate_kernels` with these arguments behind the target. Say its status."""
+        return self.tasks.add(self._submit(*arguments), name, say_status)
+
+    def _submit(self, *arguments: Any) -> Future:
         data = io.BytesIO()
         _Pickler(data).dump((self.emulation.target, *arguments))
         try:
@@ -517,6 +522,10 @@ def fields_of(future: Future) -> dict[str, Any]:
         return future.result()
     except BrokenProcessPool as error:
         return {"status": "RUNTIME_ERROR", "log": f"emulator: {error}"}
+
+
+def say_status(name: str, future: Future) -> None:
+    note(f"{name}: {fields_of(future)['status']}, kernels")
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -558,13 +567,15 @@ def run(
     ordered = sorted(pairs, key=lambda pair: tokens(pair[0].workload))
     works = [Work(trace, solutions) for trace, solutions in ordered]
 
-    def announced(work: Work) -> str:
-        return f"{named(work.trace.workload)}: {', '.join(s.name for s in work.solutions)}"
-
     with contextlib.ExitStack() as stack:
-        kernels = stack.enter_context(Kernels(emulation)) if emulation and works else None
+        kernels = None
+        if emulation and works:
+            awaited = [work for work in works if emulation.awaits(work.trace)]
+            count = sum(len(work.solutions) for work in awaited)
+            kernels = stack.enter_context(Kernels(emulation, count))
         models = run_models(Inputs(trace_set, "cpu", seed), works, config, kernels)
-        for work in steps(works, announced):
+        stack.callback(models.close)  # ends its progress bar
+        for work in works:
             results: dict[str, Trace] = {}
             try:
                 for s, fields, more in evaluations(work, models, kernels):
@@ -580,16 +591,25 @@ def run(
 
 def run_models(
     inputs_of: Inputs, works: Sequence[Work], config: BenchmarkConfig, kernels: Kernels | None
-) -> Iterator[None]:
-    """Evaluate the reference models, one a step. Start the kernels of a model that passes."""
+) -> Generator[None, None, None]:
+    """Evaluate the reference models, one a step, and say their results. Start the kernels of a
+    model that passes."""
     definition = inputs_of.definition
-    for work in works:
+
+    def announced(work: Work) -> str:
+        return f"{named(work.trace.workload)}: the reference, then {len(work.solutions)} models"
+
+    for work in steps(works, announced):
+        awaited = kernels if kernels and kernels.emulation.awaits(work.trace) else None
         try:
             inputs = inputs_of.of(work.trace.workload)
             share(inputs)
             expected, seconds = reference_of(definition, inputs)
         except (UsageError, RuntimeError) as error:  # the other workloads go on
             work.error = str(error)
+            note(f"{named(work.trace.workload)}: {work.error}")
+            if awaited:
+                awaited.tasks.expect_less(len(work.solutions))
             yield
             continue
         case = Case(definition, inputs, expected, 1e3 * seconds, inputs_of.seed)
@@ -597,8 +617,12 @@ def run_models(
         for s in work.solutions:
             fields, output = evaluate(case, config, s, products=products)
             work.models[s.name] = fields
-            if kernels and kernels.emulation.awaits(work.trace) and fields["status"] == PASSED:
-                work.kernels[kernels.submit(case, config, s, output)] = s
+            name = f"T={tokens(work.trace.workload)} {short_name(s.name)}"
+            note(f"{name}: {fields['status']}, reference model")
+            if awaited and fields["status"] == PASSED:
+                work.kernels[awaited.submit(name, case, config, s, output)] = s
+            elif awaited:
+                awaited.tasks.expect_less(1)
             yield
         del case, inputs, products
         return_memory()
@@ -608,22 +632,19 @@ def evaluations(
     work: Work, models: Iterator[None], kernels: Kernels | None
 ) -> Iterator[tuple[Solution, dict[str, Any], dict[str, str]]]:
     """Yield a workload's solutions with the fields of an Evaluation and additions to the
-    environment, as they end. Say each result. Run reference models while no kernels end."""
+    environment, as they end. Run reference models while no kernels end."""
     for s in work.solutions:
         while s.name not in work.models and not work.error:
             next(models)
         if work.error:
             break
-        note(f"{s.name}: {work.models[s.name]['status']}")
         if s not in work.kernels.values():  # else its result is that of its kernels, below
             yield s, work.models[s.name], {}
     if work.error:
-        note(work.error)
         for s in work.solutions:
             yield s, {"status": "RUNTIME_ERROR", "log": work.error}, {}
     if not work.kernels or not kernels:
         return
-    note(f"the kernels for {kernels.emulation.target}, emulated:")
     ended: set[Future] = set()
     more = True
     while len(ended) < len(work.kernels):
@@ -631,9 +652,7 @@ def evaluations(
         now = wait(left, 0 if more else None, FIRST_COMPLETED).done
         for future, s in work.kernels.items():
             if future in now:
-                fields = fields_of(future)
-                note(f"{s.name}: {fields['status']}")
-                yield s, fields, kernels.environment
+                yield s, fields_of(future), kernels.environment
         ended |= now
         if not now:
             more = next(models, work) is None

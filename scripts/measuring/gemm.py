@@ -37,7 +37,7 @@ from scripts.measuring.clock import (
     figures,
     one_after_another,
 )
-from scripts.measuring.processes import process_pool
+from scripts.measuring.processes import Tasks, process_pool
 from scripts.measuring.weight_stream import readers
 from scripts.publishing.rows import Writer
 
@@ -549,8 +549,8 @@ def compile_ahead(function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
     if workers < 2:
         return
     start = time.monotonic()
-    with process_pool(workers, "spawn") as pool:
-        done = list(as_completed([pool.submit(function, job) for job in jobs]))
+    with process_pool(workers, "spawn") as pool, Tasks("problems", len(jobs), workers) as tasks:
+        done = list(as_completed([tasks.add(pool.submit(function, j), str(j)) for j in jobs]))
     errors = [repr(error) for future in done if (error := future.exception()) is not None]
     failures = f"; {len(errors)} failed, for example: {errors[0]}" if errors else ""
     spent = duration(time.monotonic() - start)

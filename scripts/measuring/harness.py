@@ -235,6 +235,7 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
         model = "the solutions run as their reference model on the CPU; no GPU time is measured"
         say(f"{reason}: {model}")
     if not on_gpu and args.emulate != emulate.NONE:
+        say("looks for the emulator; on a machine that has none it is compiled, in some 20 s")
         if why := emulate.why_not():
             say(f"no kernel is emulated: {why}")
         else:
@@ -271,7 +272,8 @@ def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_g
             run.save_info(finished=True)
     except KeyboardInterrupt:
         interrupted = True
-        say("interrupted; what was measured is kept")
+        kept = len(run.results())
+        say("interrupted" + f"; {kept} results are kept" * (kept > 0))
     ended = datetime.now(timezone.utc).isoformat(timespec="seconds")
     run.save_info(seconds=time.monotonic() - start, ended=ended, gpus_after=environment.gpus())
     return interrupted

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,14 @@ def test_the_stored_digests_are_those_of_the_sources(target, units, monkeypatch,
     assert stored["versions"] == code.compiler_versions()
     now = {name: path.read_text() for name, path in paths.items()}
     assert now == {name: stored["digests"].get(name) for name in now}
+
+
+def test_what_is_compiled_is_shown(monkeypatch, capsys) -> None:
+    listed = [digests.Unit(name, "", "combine", (256, 2, "sm_90a")) for name in "ba"]
+    monkeypatch.setattr(digests, "process_pool", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(digests, "digest", lambda unit: f"of {unit.name}")
+    assert [*digests.compute(listed, 1).items()] == [("a", "of a"), ("b", "of b")]
+    assert capsys.readouterr().err.startswith("kernels 0/2   elapsed 00:00, remaining ?\n")
 
 
 @pytest.mark.parametrize("changed", [[], ["b"]])

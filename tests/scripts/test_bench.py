@@ -198,8 +198,8 @@ def test_each_workload_is_kept_at_once_with_what_it_is_of(gpu) -> None:
     assert info["peers"] == {"x": False, "theirs": True}
     assert info["solutions"] == {"x": gpu.ours[0].hash()}
     first, second = (line for line in done.stderr.splitlines() if "elapsed" in line)
-    assert re.fullmatch(r"\[1/2\] T=1 \(uuid-1-0\): 1 solutions   elapsed [\d.]+ s", first)
-    assert second.startswith("[2/2] T=7 (uuid-7-1)") and "remaining about" in second
+    assert first == "[1/2] T=1 (uuid-1-0): 1 solutions   elapsed 00:00, remaining ?"
+    assert re.match(r"\[2/2\] T=7 \(uuid-7-1\): .*, remaining \d\d:\d\d$", second)
     assert "not run: " not in done.stderr, "they were chosen"
     assert "x: PASSED 5.00x 1.0000 ms" in done.stderr
     assert "2 workloads, 1 solutions" in done.stdout
@@ -281,7 +281,8 @@ def test_ctrl_c_keeps_the_workload_under_way_and_resume_goes_on(gpu, number, sta
     gpu.before_results = signalled(number, at=1)
     done = gpu(status=status)
     assert gpu.labels() == ["x1", "fails1", "x7"] and not gpu.info["finished"]
-    assert "finishing this workload" in done.stderr and "what was measured is kept" in done.stderr
+    assert "finishing this workload" in done.stderr
+    assert "\ninterrupted; 3 results are kept\n" in done.stderr
     assert "2 workloads, 2 solutions" in done.stdout
     assert gpu.info["solutions"].keys() == {"x", "fails"}
     (first,) = gpu.benchmarks
@@ -611,9 +612,12 @@ def test_without_a_gpu_the_small_workloads_run_on_the_cpu(on_cpu) -> None:
     on_cpu.set_lengths(1, 16, 17)
     stderr = on_cpu().stderr
     assert on_cpu.labels() == ["x1", "x16"] and on_cpu.info["skipped"] == {}
-    assert "not run: 1 workloads (T=17)" in stderr and "\n        x: PASSED\n" in stderr
+    assert (
+        "not run: 1 workloads (T=17)" in stderr
+        and "\n        T=1 x: PASSED, reference model\n" in stderr
+    )
     assert "no GPU is visible: the solutions run as their reference model on the CPU" in stderr
-    assert "[1/2] T=1 (uuid-1-0): x   elapsed" in stderr
+    assert "[1/2] T=1 (uuid-1-0): the reference, then 1 models   elapsed" in stderr
     for result in on_cpu.results():
         evaluation = result.trace["evaluation"]
         libs, extra = evaluation["environment"]["libs"], evaluation["correctness"]["extra"]
@@ -737,9 +741,15 @@ def test_every_solution_has_its_own_copies_and_every_workload_its_own_tokens(
 def test_an_interrupted_workload_keeps_what_it_has(on_cpu) -> None:
     on_cpu.ours.append(solution("stops", "def run(*a): raise KeyboardInterrupt\n"))
     done = on_cpu(status=130)
-    assert on_cpu.labels() == ["x1"] and "interrupted; what was measured is kept" in done.stderr
+    assert on_cpu.labels() == ["x1"] and "\ninterrupted; 1 results are kept\n" in done.stderr
     on_cpu("--solutions", "stops", "--resume", status=130)
     assert on_cpu.labels() == ["x1"], "nothing is no result"
+
+
+def test_an_interruption_before_the_first_result_promises_none(on_cpu) -> None:
+    on_cpu.ours = [solution("stops", "def run(*a): raise KeyboardInterrupt\n")]
+    said = on_cpu(status=130).stderr.splitlines()
+    assert said[said.index("interrupted") + 1] == "nothing was measured"
 
 
 @pytest.mark.parametrize(
@@ -779,7 +789,7 @@ def by_kernels(on_cpu, monkeypatch) -> Bench:
     class Kernels(emulate.Kernels):
         def _start(self) -> None: ...
 
-        def submit(self, case, config, s, model) -> Future:
+        def _submit(self, case, config, s, model) -> Future:
             on_cpu.asked.append((self.emulation.target, s.name))
             fields, _ = emulate.evaluate(case, config, s)
             wrong = {"status": "RUNTIME_ERROR", "log": "EmulationError: hazards reported: x"}
@@ -804,7 +814,17 @@ def test_ours_run_by_their_kernels_once_the_model_is_right(by_kernels) -> None:
     done = by_kernels("--run-foreign", status=1)
     assert by_kernels.asked == [("sm_90a", name) for name in ("a", "b", "wrong")]
     assert "up to T=7 also by the kernels for sm_90a" in done.stderr
-    assert "the kernels for sm_90a, emulated:" in done.stderr
+    notes = [line.strip() for line in done.stderr.splitlines() if line.startswith("     ")]
+    assert notes[:6] == [
+        *(
+            f"T=7 {name}: PASSED, {what}"
+            for name in "ab"
+            for what in ("reference model", "kernels")
+        ),
+        "T=7 wrong: PASSED, reference model",
+        "T=7 wrong: RUNTIME_ERROR, kernels",
+    ]
+    assert "\nemulated kernels 0/4   elapsed 00:00, remaining ?\n" in done.stderr
     first, larger = by_kernels.results()[:4], by_kernels.results()[4:]
     outcomes = {r.solution: (r.status, r.emulated, pd.isna(r.harness)) for r in first}
     assert outcomes["a"] == outcomes["b"] == ("PASSED", "sm_90a", True)
@@ -840,15 +860,17 @@ def test_resume_makes_up_the_kernels_that_have_not_run(by_kernels, monkeypatch) 
     were asked for. No result of the model takes its place."""
 
     def the_first_alone(self, case, config, s, model) -> Future:
-        if s.name == "a":
-            return every(self, case, config, s, model)
-        future: Future = Future()
-        future.set_exception(KeyboardInterrupt())
-        return future
+        return every(self, case, config, s, model) if s.name == "a" else Future()
 
-    every = emulate.Kernels.submit
+    def wait(futures, timeout, return_when):
+        if timeout is None:
+            raise KeyboardInterrupt
+        return real_wait(futures, timeout, return_when)
+
+    every, real_wait = emulate.Kernels._submit, emulate.wait
     with monkeypatch.context() as here:
-        here.setattr(emulate.Kernels, "submit", the_first_alone)
+        here.setattr(emulate, "wait", wait)
+        here.setattr(emulate.Kernels, "_submit", the_first_alone)
         by_kernels(status=130)
     assert targets(by_kernels) == [("a7", "sm_90a")]
     with monkeypatch.context() as here:

@@ -260,7 +260,9 @@ def evaluate(
 def evaluated(kernels: emulate.Kernels, *names: str) -> dict[str, dict[str, Any]]:
     """Return the evaluations of these solutions, without the emulator itself."""
     models = {name: torch.tensor([[3.0 if name == "differs" else 2.0]]) for name in names}
-    futures = {name: kernels.submit(None, None, solution(name), models[name]) for name in names}
+    futures = {
+        name: kernels.submit(name, None, None, solution(name), models[name]) for name in names
+    }
     return {name: emulate.fields_of(future) for name, future in futures.items()}
 
 
@@ -268,7 +270,7 @@ def test_the_fields_come_back_without_times(monkeypatch) -> None:
     monkeypatch.setattr(emulate, "emulate", lambda target: None)
     monkeypatch.setattr(emulate, "_run", lambda target, *_: torch.tensor([[2.0]]))
     monkeypatch.setattr(emulate, "evaluate", evaluate)
-    with emulate.Kernels(emulate.Emulation("sm_90a", 7)) as kernels:
+    with emulate.Kernels(emulate.Emulation("sm_90a", 7), 4) as kernels:
         results = evaluated(kernels, "passes", "fails", "differs", "is signalled")
         correctness = {"max_absolute_error": 0.25}
         assert results["passes"] == {
@@ -298,9 +300,9 @@ def evaluate(case, config, solution, call):
     time.sleep(900)
 
 def main():
-    with emulate.Kernels(emulate.Emulation("sm_90a", 7)) as kernels:
+    with emulate.Kernels(emulate.Emulation("sm_90a", 7), 4) as kernels:
         solutions = [small.solution(str(i)) for i in range(4)]
-        futures = [kernels.submit(None, None, s, None) for s in solutions]
+        futures = [kernels.submit(s.name, None, None, s, None) for s in solutions]
         return len([future.result() for future in futures])
 
 assert "cutlass" not in sys.modules

@@ -299,6 +299,7 @@ def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> No
     gemm.compile_ahead(math.factorial, [3, -1, 4])
     stderr = capfd.readouterr().err
     assert "3 compiled ahead in 2 processes" in stderr and "1 failed" in stderr
+    assert stderr.startswith("problems 0/3   elapsed 00:00, remaining ?\n")
 
 
 def test_an_interrupt_ends_what_is_compiled_ahead(monkeypatch) -> None:

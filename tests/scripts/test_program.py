@@ -3,13 +3,18 @@ programs as they start, and refuse what is wrong with status 2."""
 
 import argparse
 import contextlib
+import fcntl
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pandas as pd
@@ -21,6 +26,7 @@ from programs import call
 import run
 from scripts.common import program
 from scripts.common.program import ROOT, duration, markdown, printable, write_file
+from scripts.measuring.processes import Tasks
 from scripts.publishing.tables import Table
 
 
@@ -183,6 +189,104 @@ def test_ctrl_c_while_something_is_imported_is_quiet(
 
 def test_durations() -> None:
     assert [duration(s) for s in (4.21, 65, 7385)] == ["4.2 s", "1 min 05 s", "2 h 03 min"]
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The clock of tqdm. No tick shows the time."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    monkeypatch.setattr(program, "TICK_SECONDS", 1000.0)
+    return clock
+
+
+def test_a_step_is_announced_with_the_time_that_remains_by_weight(clock, capsys) -> None:
+    for item in program.steps(["a\x1b", "bb", "ccc"], weight=len):
+        program.note(f"does {item}")
+        clock.now += 40
+    assert capsys.readouterr().err.splitlines() == [
+        "[1/3] a\\x1b   elapsed 00:00, remaining ?",
+        "        does a\\x1b",
+        "[2/3] bb   elapsed 00:40, remaining 01:40",
+        "        does bb",
+        "[3/3] ccc   elapsed 01:20, remaining 01:00",
+        "        does ccc",
+    ]
+
+
+def test_tasks_are_counted_as_they_end_and_those_that_run_are_named(clock, capsys) -> None:
+    tasks = Tasks("kernels", 4, workers=2)
+    with tasks:
+        clock.now += 500  # until there is one
+        futures = {name: tasks.add(Future(), name, say_ended) for name in ("a", "b", "c" * 60)}
+        clock.now += 30
+        futures["b"].set_result(None)
+        tasks.expect_less(1)
+        clock.now += 30
+        futures["a"].set_result(None)
+    futures["c" * 60].set_exception(ValueError())  # ended by what left the block
+    assert capsys.readouterr().err.splitlines() == [
+        "kernels 0/4   elapsed 00:00, remaining ?",
+        "        b ended",
+        f"kernels 1/4   elapsed 00:30, remaining 01:30, now a, {'c' * 47}...",
+        "        a ended",
+        f"kernels 2/3   elapsed 01:00, remaining 00:30, now {'c' * 47}...",
+    ]
+
+
+def say_ended(name: str, future: Future) -> None:
+    program.note(f"{name} ended")
+
+
+def test_a_log_gets_a_line_at_intervals_while_nothing_ends(clock, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(program, "TICK_SECONDS", 0.001)
+    said = ""
+    with program.progress(2) as shown, program.ticking(shown):
+        shown.set_description_str("kernels")
+        for seconds in (program.LOG_SECONDS - 1, 1, program.LOG_SECONDS):
+            clock.now += seconds
+            time.sleep(0.1)
+        while said.count("\n") < 3:
+            said += capsys.readouterr().err
+    lines = [f"kernels   elapsed 00:{s}, remaining ?" for s in ("00", "20", "40")]
+    assert said.splitlines() == lines and not capsys.readouterr().err
+
+
+STEPS = """
+from scripts.common import program
+for item in program.steps(["one", "two " + 99 * "long "]):
+    program.note(f"does {item}")
+    program.show("| table |", program.sys.stdout)
+"""
+
+
+def test_a_terminal_has_one_line_of_progress_that_no_other_line_cuts() -> None:
+    mine, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    subprocess.run([sys.executable, "-c", STEPS], cwd=ROOT, stdout=its, stderr=its, check=True)
+    os.close(its)
+    written = b""
+    with contextlib.suppress(OSError):  # the end, on Linux
+        while chunk := os.read(mine, 65536):
+            written += chunk
+    os.close(mine)
+    shown = []
+    for line in written.decode().split("\n"):
+        states = line.strip("\r").split("\r")
+        assert all(len(state) <= 60 for state in states if "does" not in state)
+        shown.append(states[-1].rstrip())
+    assert "[1/2] one   elapsed 00:00, remaining ?" in written.decode()
+    two = "two " + 99 * "long "
+    assert shown == [
+        "        does one",
+        "| table |",
+        f"        does {two}".rstrip(),
+        "| table |",
+        "",
+    ]
 
 
 # --- files are written whole or not at all --------------------------------------------------------
