@@ -33,7 +33,7 @@ PYTHONS = ((3, 10), (3, 13))
 # Installed if there is no torch. Any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
 EXTRAS = dict.fromkeys(("bench", "report"), "bench,report")
-EXTRAS["serve"] = "serve"  # the engine's environment has the rest
+EXTRAS["serve"] = "serve"
 """The extras of pyproject.toml that a program needs; `bench` for programs that are not listed."""
 CHECK = """
 import importlib.metadata, sys
@@ -47,7 +47,20 @@ for each in map(Requirement, sys.argv[1:]):
         assert each.specifier.contains(version, prereleases=True)
 """
 """A program that fails if its interpreter lacks one of the requirements in its arguments."""
+PARSE = """
+import argparse, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+argparse.ArgumentParser.parse_args = lambda *given: [parse(*given), sys.exit()]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A program that only parses the options of the program in its arguments. It needs no packages."""
+NO_ENGINE = (
+    "serve runs in the environment of an engine: run pip install -e '.[serve]' in that of vLLM or "
+    "SGLang, then this program with its python"
+)
 HELP = {"-h", "--help"}
+STDERR = 2
 EXIT_USAGE = 2
 PATIENCE_S = 20.0
 """Time for tests to end after a signal."""
@@ -108,7 +121,7 @@ def set_up(extras: str) -> str:
             f"Python {version} cannot run this; start it with one of Python {' to '.join(limits)}"
         )
     python = str(VENV / "bin" / "python")
-    print(f"installing in {VENV} (some minutes the first time)", flush=True)
+    print(f"installing in {VENV} (some minutes the first time)", file=sys.stderr, flush=True)
     if not has(python, ["pip"]):
         do([sys.executable, "-m", "venv", str(VENV)], f"could not make {VENV}")
     torch = [] if has(python, ["torch"]) else [TORCH]
@@ -119,7 +132,7 @@ def set_up(extras: str) -> str:
 
 
 def do(command: list[str], failed: str) -> None:
-    if subprocess.run(command).returncode != 0:
+    if subprocess.run(command, stdout=STDERR).returncode != 0:
         raise SetupError(f"{command[2]} {failed} (its own message is above)")
 
 
@@ -154,12 +167,16 @@ def run_program(name: str, arguments: list[str]) -> int:
         raise SetupError(f"no command {name!r}: test, setup, or one of these\n{listing()}")
     extras = EXTRAS.get(name, "bench")
     python = ready(extras)
-    if python is None and HELP & set(arguments):  # installs nothing
-        command = [sys.executable, str(path), *arguments]
-        if subprocess.run(command, env=environment(), stderr=subprocess.DEVNULL).returncode != 0:
-            print(f"{docstring(path)}\n\nIts options are listed after: python3 run.py setup")
-        return 0
-    command = [python or set_up(extras), str(path), *arguments]
+    if python is None:  # installs nothing for a list of options, or for one that is wrong
+        command = [sys.executable, "-c", PARSE, str(path), *arguments]
+        parsed = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True)
+        if parsed.returncode == EXIT_USAGE or HELP & set(arguments):
+            sys.stderr.write(parsed.stderr)
+            return parsed.returncode
+        if name == "serve":
+            raise SetupError(NO_ENGINE)
+        python = set_up(extras)
+    command = [python, str(path), *arguments]
     os.execve(command[0], command, environment())
 
 

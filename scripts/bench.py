@@ -24,6 +24,8 @@ from scripts.common.program import (
     RUNS_DIR,
     UsageError,
     duration,
+    input_path,
+    output_path,
     parser,
     positive,
     run_main,
@@ -49,31 +51,42 @@ def parse_arguments() -> argparse.Namespace:
     ):  # fmt: skip
         add_shared(arguments)
     add("--against", metavar="NAME", help="add the speed relative to a solution")
-    text = "without a GPU, or with --cpu, emulate the kernels for this target (sm_90a)"
+    text = "without a GPU, or with --cpu, emulate the kernels for this target"
     add("--emulate", choices=("sm_90a", "sm_100a", "none"), default="sm_90a", help=text)
-    add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU (50)")
-    add("--warmup", type=whole(0), default=10, help="calls before the timed ones (10)")
-    add("--trials", type=whole(1), help="each with new random inputs (3; large definitions: 1)")
-    add("--rtol", type=positive, default=0.2, help="relative tolerance (0.2)")
-    add("--atol", type=positive, default=0.1, help="absolute tolerance (0.1)")
-    add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance (0.85)")
-    add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload (300)")
+    add("--iterations", type=whole(1), default=50, help="timed calls a trial, on a GPU")
+    add("--warmup", type=whole(0), default=10, help="calls before the timed ones")
+    text = "each with new random inputs (default: 3, of large definitions 1)"
+    add("--trials", type=whole(1), help=text)
+    add("--rtol", type=positive, default=0.2, help="relative tolerance")
+    add("--atol", type=positive, default=0.1, help="absolute tolerance")
+    add("--matched-ratio", type=share, default=0.85, help="share of values within tolerance")
+    add("--timeout", type=whole(1), default=300, help="seconds for a solution on a workload")
     add("--isolated", action="store_true", help="a new process for each solution and workload")
     text = "as --rtol 0.3 --atol 1 --matched-ratio 0.9 --isolated --timeout 300"
     add("--contest", action="store_true", help=f"{text}, but for what is given")
     text = "without the passes for roofline, accuracy, device times and bits (run.py measure)"
     add("--only-harness", action="store_true", help=text)
-    add("--traces", type=Path, default=RUNS_DIR, metavar="DIR", help="where runs are kept")
-    text = "go on with this run's directory, or with the latest run"
-    add("--resume", nargs="?", type=Path, const=True, metavar="RUN", help=text)
+    add("--traces", type=output_path, default=RUNS_DIR, metavar="DIR", help="where runs are kept")
+    text = "go on with this run's directory (default: with the latest run)"
+    add("--resume", nargs="?", type=input_path, const=True, metavar="RUN", help=text)
     add("--no-report", action="store_true", help="do not write the HTML report of the run")
     if arguments.parse_args().contest:
         arguments.set_defaults(**CONTEST)
     return arguments.parse_args()
 
 
+def run_to_resume(parent: Path, wanted: Path | None) -> Path:
+    """Return the directory of a run: the wanted one, or the latest. Raises UsageError."""
+    runs = [wanted] if wanted else sorted(info.parent for info in parent.glob("*/run.json"))
+    if not runs or not (runs[-1] / "run.json").is_file():
+        raise UsageError(f"no run to resume in {wanted or parent}")
+    return runs[-1]
+
+
 def main() -> int:
     args = parse_arguments()
+    if args.resume:
+        args.resume = run_to_resume(args.traces, None if args.resume is True else args.resume)
     # The reference allocates 5.6 GB anew for every call; in huge pages that takes half the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -25,8 +25,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from scripts.common.definitions import (
     DEEPSEEK_V3,
     DEFAULT,
@@ -42,6 +40,7 @@ from scripts.common.program import (
     ROOT,
     Failure,
     UsageError,
+    output_path,
     parser,
     run_main,
     say,
@@ -52,6 +51,10 @@ from scripts.common.program import (
 
 if TYPE_CHECKING:
     import torch
+try:
+    import numpy as np
+except ModuleNotFoundError:  # before the set-up: options are listed
+    pass
 
 
 # --- logits, drawn from a small model -------------------------------------------------------------
@@ -507,12 +510,12 @@ def write_specs(specs: Sequence[WorkloadSpec], root: Path) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    text = "another definition, by its name or short name (docs/dataset.md)"
+    text = f"another definition, by its name or short name (default: {DEFAULT.name})"
     add("--definition", type=find, default=DEFAULT, metavar="NAME", help=text)
-    text = "token counts or beginnings of uuids; all"
+    text = "token counts or beginnings of uuids (default: all)"
     add("--workloads", nargs="+", default=[], metavar="T|UUID", help=text)
     add("--max-tokens", type=whole(1), metavar="T", help="only workloads up to T tokens")
-    add("--root", type=Path, default=ROOT, metavar="DIR", help="where they are written")
+    add("--root", type=output_path, default=ROOT, metavar="DIR", help="where they are written")
     add("--specs", action="store_true", help="write the spec and the workload file anew")
     args = arguments.parse_args(argv)
     definition = args.definition

@@ -26,10 +26,10 @@ from scripts.common.program import (
     PREFIX,
     RESULTS_DIR,
     UsageError,
+    output_path,
     parser,
     run_main,
 )
-from scripts.measuring.processes import Tasks, process_pool
 
 TARGETS = {"sm_90a": 132, "sm_100a": 148}
 """Multiprocessors of a GPU, by the compiler's target: some grids are compile-time constants."""
@@ -201,6 +201,8 @@ def digest(unit: Unit) -> str:
 
 def compute(listed: list[Unit], workers: int) -> dict[str, str]:
     """Return the digest of every unit by its name, compiled in processes of their own."""
+    from scripts.measuring.processes import Tasks, process_pool
+
     by_name = {unit.name: unit for unit in listed}
     with (
         tempfile.TemporaryDirectory(prefix="moe_fp8_digests_") as directory,
@@ -232,8 +234,10 @@ def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
 def main() -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    add("--all", action="store_true", help="every definition, number of tokens and form")
-    add("--write", type=Path, metavar="DIR", help="store every digest in a record's directory")
+    text = "every definition, number of tokens and form (default: the main definition's workloads)"
+    add("--all", action="store_true", help=text)
+    text = "store every digest in a record's directory"
+    add("--write", type=output_path, metavar="DIR", help=text)
     args = arguments.parse_args()
 
     listed = units(args.all or args.write is not None)

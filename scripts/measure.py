@@ -40,9 +40,11 @@ from scripts.common.program import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     FUSED,
+    Help,
     UsageError,
+    input_path,
+    output_file,
     parser,
-    positive,
     run_main,
     say,
     show,
@@ -145,8 +147,6 @@ def measure_roofline(args: argparse.Namespace) -> Shown:
     from scripts.publishing import tables
     from scripts.publishing.rows import ROOFLINE
 
-    if args.run and not args.run.is_dir():
-        raise UsageError(f"{args.run} has no traces.jsonl")
     rates = clock.measure_rates()
     into = writer(args, ROOFLINE, "reading the weights, CUDA graph replays", rates=rates)
     yield into
@@ -312,7 +312,7 @@ def measure_tune_layer(args: argparse.Namespace) -> Shown:
 
     The shipped pair runs against pairs a step away on the heuristic's ladder, by device time of the
     whole layer. All must give the shipped pair's bits. Exit status 1 if the shipped pair loses more
-    than --max-loss percent, or did not run.
+    than 2 percent, or did not run.
     """
     from scripts.measuring import cases, tune
     from scripts.publishing import tables
@@ -321,8 +321,15 @@ def measure_tune_layer(args: argparse.Namespace) -> Shown:
     into = writer(args, "tune_layer", TURNS)
     yield into
     terms, tokens = 2 if args.accurate else 1, args.tokens or TUNED_TOKENS
-    tune.tune_layer(into, problems, tokens, terms, args.repeats, args.max_loss)
+    tune.tune_layer(into, problems, tokens, terms, args.repeats)
     yield "", tables.tuned_table(into.result)
+
+
+def run_of_bench(text: str) -> Path:
+    """Return the directory of a run of bench."""
+    if not (run := input_path(text)).is_dir():
+        raise argparse.ArgumentTypeError(f"{run} is no directory")
+    return run
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -333,39 +340,41 @@ def parse_arguments() -> argparse.Namespace:
         name: str, measure: Measure, *shared: Callable[[Parser], None], repeats: int = 20
     ) -> Parser:
         """Add a sub-parser with the options of all measurements and the shared ones."""
-        doc, kind = inspect.cleandoc(measure.__doc__ or ""), argparse.RawDescriptionHelpFormatter
+        doc = inspect.cleandoc(measure.__doc__ or "")
         texts: dict[str, Any] = {
             "help": doc.splitlines()[0],
             "description": doc,
             "epilog": EXIT_CODES,
         }
-        to = subparsers.add_parser(name, formatter_class=kind, **texts)
+        to = subparsers.add_parser(name, formatter_class=Help, **texts)
         to.set_defaults(measure=measure)
         place = to.add_mutually_exclusive_group()
-        place.add_argument("--out", type=Path, metavar="FILE", help="append all figures there")
+        place.add_argument(
+            "--out", type=output_file, metavar="FILE", help="append all figures there"
+        )
         if name in OF_A_RUN:
             text = "add to this run of bench: the pairs that it has, if nothing has changed since"
-            place.add_argument("--run", type=Path, metavar="DIR", help=text)
+            place.add_argument("--run", type=run_of_bench, metavar="DIR", help=text)
         to.add_argument("--markdown", action="store_true", help="print Markdown")
         if name != "bits":
-            text = f"timed calls of each kind ({repeats})"
+            text = "timed calls of each kind"
             to.add_argument("--repeats", type=whole(1), default=repeats, metavar="N", help=text)
         for add_option in (options.seed, *shared):
             add_option(to)
         return to
 
-    def add_tokens(to: Parser, default: str) -> None:
-        to.add_argument("--tokens", nargs="+", type=whole(1), metavar="T", help=default)
+    def add_tokens(to: Parser, default: str, text: str = "tokens of a call") -> None:
+        text = f"{text} (default: {default})"
+        to.add_argument("--tokens", nargs="+", type=whole(1), metavar="T", help=text)
 
     chosen = options.local, options.solutions, options.workloads
+    of_run = functools.partial(options.definition, default=None)
+    of_run = functools.partial(of_run, otherwise=f"that of --run, else {DEFAULT.name}")
     several: dict[str, Any] = {"nargs": "+", "default": [DEFAULT]}
-    to = begin("times", measure_times, *chosen, options.max_tokens, options.cpu)
-    options.definition(to, default=None)
+    begin("times", measure_times, *chosen, options.max_tokens, options.cpu, of_run)
     largest = functools.partial(options.workloads, default="the largest of up to 1024 tokens")
-    to = begin("bits", measure_bits, options.local, options.solutions, largest, options.cpu)
-    options.definition(to, default=None)
-    to = begin("roofline", measure_roofline, options.local)
-    options.definition(to, default=None)
+    begin("bits", measure_bits, options.local, options.solutions, largest, options.cpu, of_run)
+    begin("roofline", measure_roofline, options.local, of_run)
     fused = functools.partial(options.solutions, default="fused")
     to = begin("kernels", measure_kernels, options.local, fused, options.workloads)
     options.definition(to, **several)
@@ -375,24 +384,24 @@ def parse_arguments() -> argparse.Namespace:
     few = functools.partial(options.solutions, default="fused, fused_hifi, flat and four peers")
     to = begin("sweep", measure_sweep, options.local, few)
     options.definition(to, type=find_layer, **several)
-    add_tokens(to, "(1 2 4 ... 16384; of several layers 1 8 64 512 4096)")
+    add_tokens(to, "1 2 4 ... 16384, of several layers 1 8 64 512 4096")
     text = "what is called: the definition's solutions, or what engines call"
-    to.add_argument("--as", dest="form", choices=("definition", "engines", "channels"), help=text)
+    forms = ("definition", "engines", "channels")
+    to.add_argument("--as", dest="form", choices=forms, default="definition", help=text)
     to = begin("gemm", measure_gemm, options.local)
     rows = to.add_mutually_exclusive_group()
-    rows.add_argument("--grid", choices=("quick", "study"), help="even rows (quick)")
+    rows.add_argument("--grid", choices=("quick", "study"), help="even rows (default: quick)")
     rows.add_argument("--layers", action="store_true", help="the workloads' rows")
-    add_tokens(to, "workloads of --layers (all)")
+    add_tokens(to, "all", "tokens of the workloads of --layers")
     to = begin("batched", measure_batched)
-    text = "tokens of an expert (1 ... 256)"
+    text = "tokens of an expert (default: 1 2 4 ... 256)"
     to.add_argument("--rows", nargs="+", type=whole(1), metavar="M", help=text)
-    to.add_argument("--uneven", action="store_true", help="drawn around that")
+    text = "draw them around that, as an exchange between ranks brings them"
+    to.add_argument("--uneven", action="store_true", help=text)
     to = begin("tune_layer", measure_tune_layer, options.local, repeats=10)
     options.definition(to, type=find_layer)
-    add_tokens(to, "(1 ... 14107)")
+    add_tokens(to, " ".join(map(str, TUNED_TOKENS)))
     to.add_argument("--accurate", action="store_true", help="two FP8 terms, as in hifi")
-    text = "what may be lost (2)"
-    to.add_argument("--max-loss", type=positive, default=2.0, metavar="PERCENT", help=text)
 
     args = arguments.parse_args()
     if args.what == "gemm" and args.tokens and not args.layers:

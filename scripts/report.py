@@ -13,11 +13,19 @@ solutions are ours and which a peer's, and which could not run there and why.
 """
 
 import json
-from pathlib import Path
 
 from scripts.common import program
 from scripts.common.definitions import full_name
-from scripts.common.program import DEFINITION, EXIT_FAILED, EXIT_OK, UsageError, parser, run_main
+from scripts.common.program import (
+    DEFINITION,
+    EXIT_FAILED,
+    EXIT_OK,
+    UsageError,
+    input_path,
+    output_file,
+    parser,
+    run_main,
+)
 
 PAGE, TEXT, PAGES = "a page", "--text", "--pages"
 
@@ -25,37 +33,37 @@ PAGE, TEXT, PAGES = "a page", "--text", "--pages"
 def main(argv: list[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    text = "a run's directory; with --text any trace files, directories of them, or data sets"
-    paths = add("paths", nargs="*", type=Path, metavar="RUN", help=f"{text}; the latest run")
+    text = "a run's directory; with --text any trace files, directories of them, or data sets "
+    text += "(default: the latest run)"
+    paths = add("paths", nargs="*", type=input_path, metavar="RUN", help=text)
     mode = arguments.add_mutually_exclusive_group()
     mode.add_argument("--text", action="store_true", help="print the ranking")
     mode.add_argument("--pages", action="store_true", help="write README.md and docs/results.md")
-    text = "clock that orders the ranking (harness)"
+    text = "clock that orders the ranking"
     by = add("--by", choices=("harness", "device"), default="harness", help=text)
-    text = "solutions that count as peers, * allowed; run.json's, else all without cutedsl_"
+    text = "solutions that count as peers, * allowed (default: run.json's, else all without "
+    text += "cutedsl_)"
     peers = add("--peers", nargs="+", default=[], metavar="NAME", help=text)
     page = arguments.add_argument_group("a page")
-    out = page.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="report.html: beside the run, a record's in runs/",
-    )
+    text = "where the page is written (default: report.html beside the run, a record's in runs/)"
+    out = page.add_argument("--out", type=output_file, metavar="FILE", help=text)
     group = arguments.add_argument_group("with --text")
-    text = "anyone's, not only ours; that of the run"
+    text = "anyone's, not only ours (default: that of the run)"
     of_text = [
         group.add_argument("--definition", type=full_name, metavar="NAME", help=text),
         group.add_argument(
             "--against", metavar="NAME", help="add the speed relative to a solution"
         ),
         group.add_argument("--markdown", action="store_true", help="print Markdown"),
-        group.add_argument("--json", type=Path, metavar="FILE", help="write all figures there"),
+        group.add_argument(
+            "--json", type=output_file, metavar="FILE", help="write all figures there"
+        ),
     ]
     group = arguments.add_argument_group("with --pages")
-    text = "the record to take in place of the README's"
+    text = "the record to take (default: the README's)"
     of_pages = [
         group.add_argument("--check", action="store_true", help="write nothing; fail if stale"),
-        group.add_argument("--record", type=Path, metavar="DIR", help=text),
+        group.add_argument("--record", type=input_path, metavar="DIR", help=text),
     ]
     args = arguments.parse_args(argv)
     chosen = PAGES if args.pages else TEXT if args.text else PAGE

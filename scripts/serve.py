@@ -51,7 +51,9 @@ from scripts.common.program import (
     Failure,
     UsageError,
     error_line,
+    input_path,
     note,
+    output_file,
     parser,
     run_main,
     say,
@@ -474,7 +476,7 @@ def numbers(text: str) -> tuple[int, ...]:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser(__doc__)
     add = options.add_argument
-    add("--engine", choices=ENGINES, default="vllm")
+    add("--engine", choices=ENGINES, default="vllm", help="its environment is the one that runs")
     add(
         "--model",
         required=True,
@@ -487,7 +489,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="draw the weights; the spread depends on a parameter's name",
     )
     add("--layers", type=whole(1), metavar="N", help="of random weights (default: as many as fit)")
-    add("--compare", default="engine,ours", metavar="BACKENDS", help="(default: engine,ours)")
+    add("--compare", default="engine,ours", metavar="BACKENDS", help="backends, as above")
     add(
         "--batches",
         type=numbers,
@@ -496,18 +498,22 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="requests of a decode step",
     )
     add("--prompts", type=numbers, default=PROMPTS, metavar="N,...", help="tokens of a prefill")
-    add("--repeats", type=whole(1), default=5, metavar="N", help="of each figure (default: 5)")
+    add("--repeats", type=whole(1), default=5, metavar="N", help="of each figure")
     add("--together", type=whole(1), default=1, metavar="N",
-        help="backends that share the GPU, so that they can take turns (default: 1)")  # fmt: skip
-    add("--tensor-parallel", type=whole(1), default=1, metavar="N", help="GPUs")
+        help="backends that share the GPU, so that they can take turns")  # fmt: skip
+    add("--tensor-parallel", type=whole(1), default=1, metavar="N", help="GPUs of each backend")
     add("--expert-parallel", action="store_true", help="experts whole, spread over these GPUs")
     add("--batch-invariant", action="store_true", help="VLLM_BATCH_INVARIANT=1 for all backends")
     add("--http", type=whole(1), default=0, metavar="N",
         help="also start each backend's HTTP server, and time N clients at once")  # fmt: skip
-    add("--text", type=Path, metavar="FILE", help="of trained weights: compute the loss of a text")
-    add("--bf16", type=Path, metavar="DIR", help="the model in BF16, for the backend bf16")
-    add("--logs", type=Path, metavar="DIR", help="where the engines' logs go")
-    add("--out", type=Path, metavar="FILE", help="append all figures there, as they come")
+    add(
+        "--text",
+        type=input_path,
+        metavar="FILE",
+        help="of trained weights: compute the loss of a text",
+    )
+    add("--bf16", type=input_path, metavar="DIR", help="the model in BF16, for the backend bf16")
+    add("--out", type=output_file, metavar="FILE", help="append all figures there, as they come")
     return options.parse_args(argv)
 
 
@@ -559,10 +565,10 @@ def setups(args: argparse.Namespace) -> list[Setup]:
 def windows_of(text: Path, model: Model) -> tuple[list[int], ...]:
     """Return the tokens of a text by the model's tokenizer, in windows; the end that fills none is
     left out. Raises UsageError."""
-    from transformers import AutoTokenizer
-
     try:
         content = text.read_text(encoding="utf-8")
+        from transformers import AutoTokenizer  # takes 10 s
+
         tokenizer = AutoTokenizer.from_pretrained(model.directory)
     except (OSError, ValueError) as error:
         raise UsageError(f"--text {text}: {error_line(error)}") from None
@@ -583,8 +589,7 @@ def main() -> int:
     windows = windows_of(args.text, wanted[0].model) if args.text else ()
     trained = not args.random_weights
     plan = Plan(args.batches, args.prompts, args.repeats, trained, windows, args.http)
-    logs = args.logs or Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = Path(tempfile.mkdtemp(prefix="moe_fp8_serve-"))
     say(f"logs of the engines: {logs}")
     groups = [wanted[n : n + args.together] for n in range(0, len(wanted), args.together)]
     hardware = next((gpu["name"] for gpu in environment.gpus()), "no GPU")

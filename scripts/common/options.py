@@ -3,11 +3,10 @@
 import argparse
 import fnmatch
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from scripts.common.definitions import DEFAULT, find
-from scripts.common.program import ROOT, UsageError, short_name, whole
+from scripts.common.program import ROOT, UsageError, input_path, short_name, whole
 
 Parser = argparse.ArgumentParser
 
@@ -17,25 +16,27 @@ def local(to: Parser) -> None:
         "another data set: its workloads, with our solutions; the reference of its definition is "
         "run; nothing is written to it"
     )
-    to.add_argument("--local", type=Path, default=ROOT, metavar="PATH", help=text)
+    to.add_argument("--local", type=input_path, default=ROOT, metavar="PATH", help=text)
 
 
-def definition(to: Parser, **changed: Any) -> None:
-    text = "another definition, by its name or the one in its solutions' names (docs/dataset.md)"
+def definition(to: Parser, otherwise: str = DEFAULT.name, **changed: Any) -> None:
+    text = "another definition, by its name or the one in its solutions' names: docs/dataset.md "
+    text += f"(default: {otherwise})"
     kind: dict[str, Any] = {"type": find, "default": DEFAULT, "metavar": "NAME", "help": text}
     to.add_argument("--definition", **(kind | changed))
 
 
 def solutions(to: Parser, default: str = "all of ours") -> None:
-    text = f"also short (fused), * allowed; {default}. The data set's own: by the whole name"
+    text = "also short (fused), * allowed; the data set's own: by the whole name "
+    text += f"(default: {default})"
     to.add_argument("--solutions", nargs="+", default=[], metavar="NAME", help=text)
     to.add_argument(
         "--run-foreign", action="store_true", help="run all solutions of the data set, too"
     )
 
 
-def workloads(to: Parser, default: str = "all (on the CPU: the small ones)") -> None:
-    text = f"token counts or beginnings of uuids; {default}"
+def workloads(to: Parser, default: str = "all, on the CPU the small ones") -> None:
+    text = f"token counts or beginnings of uuids (default: {default})"
     to.add_argument("--workloads", nargs="+", default=[], metavar="T|UUID", help=text)
 
 
@@ -46,7 +47,7 @@ def max_tokens(to: Parser) -> None:
 
 
 def seed(to: Parser) -> None:
-    to.add_argument("--seed", type=whole(0), default=2026, help="of what is drawn (2026)")
+    to.add_argument("--seed", type=whole(0), default=2026, help="of all random numbers")
 
 
 def cpu(to: Parser) -> None:

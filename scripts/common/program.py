@@ -157,12 +157,26 @@ def os_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A help that ends each option's text with its default. Texts have those that are no value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default in (None, False, [], argparse.SUPPRESS) or "(default" in text:
+            return text
+        if isinstance(default, Path) and default.is_relative_to(ROOT):
+            default = f"{default.relative_to(ROOT)}/" if default != ROOT else "this repository"
+        elif isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        return f"{text} (default: {default})".strip()
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"run.py {Path(sys.argv[0]).stem}",
         description=doc,
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
 
 
@@ -186,6 +200,26 @@ def whole(least: int) -> Callable[[str], int]:
 
 positive = option_type(float, "finite number above 0", lambda x: 0 < x < math.inf)
 share = option_type(float, "number above 0 and at most 1", lambda x: 0 < x <= 1)
+input_path = option_type(lambda text: Path(text) if text else None, "path", bool)
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file or directory to write. Refuse one that cannot be written before
+    anything is measured."""
+    wanted = input_path(text)
+    there = next(p for p in (wanted, *wanted.absolute().parents) if p.exists())
+    if there != wanted and not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is no directory")
+    if not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{there} cannot be written")
+    return wanted
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file to write, like `output_path`."""
+    if (wanted := output_path(text)).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory")
+    return wanted
 
 
 # --- progress -------------------------------------------------------------------------------------

@@ -148,14 +148,9 @@ def new_run(parent: Path, hardware: str) -> Run:
             directory = parent / f"{name}-{number}"
 
 
-def find_run(parent: Path, wanted: Path | None) -> Run:
-    """Return the run to resume: the named directory, or the latest."""
-    candidates = [wanted] if wanted else sorted(p.parent for p in parent.glob("*/run.json"))
-    if not candidates or not (candidates[-1] / "run.json").is_file():
-        raise UsageError(f"no run to resume in {wanted or parent}")
-    return Run(
-        candidates[-1], environment.read_json(candidates[-1] / "run.json", environment.RunInfo)
-    )
+def resumed(directory: Path) -> Run:
+    """Return a run that is to go on."""
+    return Run(directory, environment.read_json(directory / "run.json", environment.RunInfo))
 
 
 # --- a run ------------------------------------------------------------------------------------
@@ -199,7 +194,7 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
     )
     captured = environment.capture()
     if args.resume:
-        run = find_run(args.traces, None if args.resume is True else args.resume)
+        run = resumed(args.resume)
         run.go_on(captured, **facts)
     else:
         run = new_run(args.traces, plan.hardware)

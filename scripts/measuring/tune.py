@@ -23,18 +23,22 @@ from scripts.publishing.rows import Writer
 NONE_RAN = "none ran"
 
 
+MOST_LOSS = 2.0
+"""Percent that the shipped configs may lose against the fastest ones."""
+
+
 def add_verdict(
-    writer: Writer, case: Mapping[str, Any], us: Mapping[str, float], shipped: str, most: float
+    writer: Writer, case: Mapping[str, Any], us: Mapping[str, float], shipped: str
 ) -> None:
     """Write the row of the shipped configs, by the times of the candidates that ran. It is an error
-    if they lose more than `most` percent, or did not run."""
+    if they lose more than `MOST_LOSS`, or did not run."""
     best = min(us, key=lambda name: us[name], default=NONE_RAN)
     verdict: dict[str, Any] = {"best": best, "best_us": us.get(best)}
     if shipped not in us:
         writer.add(case, shipped, **verdict, error=f"did not run; best: {best}")
         return
     loss = 100 * (us[shipped] / us[best] - 1)
-    if loss > most:
+    if loss > MOST_LOSS:
         verdict["error"] = f"loses {loss:.1f} %; best: {best}"
     writer.add(case, shipped, **verdict, value=loss, unit="%")
 
@@ -103,7 +107,6 @@ def tune_layer(
     tokens: Sequence[int],
     terms: int,
     repeats: int,
-    max_loss: float,
 ) -> None:
     """Time the layer with its own pair of configs and with the neighbouring pairs: a step up or
     down the heuristic's ladder, from few rows to many, for one GEMM or both; with few rows also
@@ -127,4 +130,4 @@ def tune_layer(
             if "error" not in row:
                 us[name], row["clock"] = row["value"], "device"
             writer.add(case, name, **row)
-        add_verdict(writer, case, us, shipped, max_loss)
+        add_verdict(writer, case, us, shipped)

@@ -13,8 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from scripts.serving.engines import Setup, engine_options
-from scripts.serving.worker import prompts
+from scripts.serving.engines import Setup, engine_options, prompts
 
 PATH = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 SECONDS = 600

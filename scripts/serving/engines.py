@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import random
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -129,6 +130,12 @@ class Engine(Protocol):
     ) -> list[Generated]: ...
 
     def read(self, prompts: list[list[int]]) -> list[Read]: ...
+
+
+def prompts(vocabulary: int, lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    """Draw random tokens, without the first and last few of a vocabulary, which are special."""
+    draw = random.Random(seed)
+    return [[draw.randrange(10, vocabulary - 10) for _ in range(n)] for n in lengths]
 
 
 def reported(directory: Path, what: str) -> list[list[str]]:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import os
-import random
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from scripts.serving.engines import (
     Generated,
     Read,
     Setup,
+    prompts,
     start,
 )
 
@@ -48,12 +48,6 @@ OTHERS = 64
 
 
 # --- requests -------------------------------------------------------------------------------------
-
-
-def prompts(vocabulary: int, lengths: tuple[int, ...], seed: int) -> list[list[int]]:
-    """Draw random tokens, without the first and last few of a vocabulary, which are special."""
-    draw = random.Random(seed)
-    return [[draw.randrange(10, vocabulary - 10) for _ in range(n)] for n in lengths]
 
 
 class Measuring:

@@ -14,6 +14,7 @@ from programs import call
 from scripts import digests
 from scripts.common import sources as code
 from scripts.common.program import RESULTS_DIR
+from scripts.measuring import processes
 
 PTX = """\
 // a comment
@@ -183,7 +184,7 @@ def test_the_stored_digests_are_those_of_the_sources(target, units, monkeypatch,
 
 def test_what_is_compiled_is_shown(monkeypatch, capsys) -> None:
     listed = [digests.Unit(name, "", "combine", (256, 2, "sm_90a")) for name in "ba"]
-    monkeypatch.setattr(digests, "process_pool", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(processes, "process_pool", lambda n, *_: ThreadPoolExecutor(n))
     monkeypatch.setattr(digests, "digest", lambda unit: f"of {unit.name}")
     assert [*digests.compute(listed, 1).items()] == [("a", "of a"), ("b", "of b")]
     assert capsys.readouterr().err.startswith("kernels 0/2   elapsed 00:00, remaining ?\n")

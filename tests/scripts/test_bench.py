@@ -374,6 +374,14 @@ def test_resume_measures_what_has_no_result_of_the_present_source(
     assert [libs["solution_hash"] for libs in gpu.libs()[2:]] == [own] * len(lengths)
 
 
+def test_a_run_that_cannot_go_on_is_noticed_before_anything_is_read(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cases, "choose", lambda *_, **__: pytest.fail("reads the data set"))
+    for options in ([], ["/absent"]):
+        done = call("bench", "--traces", tmp_path, "--resume", *options)
+        assert done.returncode == 2
+        assert done.stderr == f"error: no run to resume in {(*options, tmp_path)[0]}\n"
+
+
 def test_a_changed_source_is_measured_anew_and_named_once_it_was(gpu) -> None:
     gpu("--workloads", "1", "7")
     then, gpu.ours = gpu.ours[0].hash(), [solution("x", small.RIGHT + "# another\n")]
@@ -397,7 +405,7 @@ def test_the_latest_run_or_the_named_one_is_resumed_by_one_program_alone(gpu) ->
         done = gpu("--workloads", "1", "--resume", *named)
         assert f"0 workloads to run, results in {place}\n" in done.stderr
     assert "no run to resume in /absent" in gpu("--resume", "/absent", status=2).stderr
-    with harness.find_run(gpu.place, first):
+    with harness.resumed(first):
         stderr = gpu("--resume", first, status=2).stderr
         assert f"{first}: another program is measuring" in stderr
 

@@ -4,7 +4,9 @@ programs as they start, and refuse what is wrong with status 2."""
 import argparse
 import contextlib
 import fcntl
+import importlib
 import os
+import re
 import resource
 import signal
 import struct
@@ -73,6 +75,23 @@ def test_options_refuse_what_means_nothing(kind, good: dict, bad: list[str]) -> 
     for text in bad:
         with pytest.raises(argparse.ArgumentTypeError, match="is no"):
             kind(text)
+
+
+def test_a_place_to_write_is_looked_at_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for text in (f"{tmp_path}/file", f"{tmp_path}/a/b/c", "/dev/stdout", "/dev/fd/1", "new"):
+        assert program.output_file(text) == program.output_path(text) == Path(text)
+    assert program.output_path(str(tmp_path)) == tmp_path
+    for text, why in {
+        "": "'' is no path",
+        f"{tmp_path}/file/a": f"{tmp_path}/file is no directory",
+        str(tmp_path): f"{tmp_path} is a directory",
+    }.items():
+        with pytest.raises(argparse.ArgumentTypeError, match=why):
+            program.output_file(text)
+    with mock.patch.object(os, "access", lambda path, mode: path != tmp_path):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{tmp_path} cannot be written"):
+            program.output_path(f"{tmp_path}/a")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +187,7 @@ def test_ctrl_c_while_something_is_imported_is_quiet(
         for each in program.ENDING:
             signal.signal(each, handler)
 
-    command = [sys.executable, str(run.programs()["measure"]), "times", "--run", "/absent"]
+    command = [sys.executable, str(run.programs()["measure"]), "times"]
     paths = f"{tmp_path}{os.pathsep}{run.environment()['PYTHONPATH']}"
     with subprocess.Popen(
         command,
@@ -345,6 +364,34 @@ def test_help(name: str) -> None:
     assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("name", run.programs())
+def test_help_names_every_default(name: str, monkeypatch) -> None:
+    class Parsed(Exception):
+        pass
+
+    def parse_args(self: argparse.ArgumentParser, *_: object) -> None:
+        raise Parsed(self)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    with pytest.raises(Parsed) as parsed:
+        importlib.import_module(f"scripts.{name}").main()
+    (whole,) = parsed.value.args
+    parsers = [whole]
+    for action in whole._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parsers += action.choices.values()
+    checked = 0
+    for parser in parsers:
+        shown = re.sub(r"\s+", "", parser.format_help())
+        for action in parser._actions:
+            assert action.help or action.choices, action
+            if action.default not in (None, False, [], argparse.SUPPRESS):
+                text = parser._get_formatter()._expand_help(action)
+                assert "(default: " in text and re.sub(r"\s+", "", text) in shown, action
+                checked += 1
+    assert checked or name in ("digests", "pack")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -357,7 +404,9 @@ def test_help(name: str) -> None:
             for option in "--rtol=-1 --atol=nan --matched-ratio=1.5 --trials=0 --seed=-1".split()
         ),
         ("report", ["/absent"], "no traces.jsonl"),
-        *more(("report", [str(RECORD), "--out", "/dev/null/x"], "error: /dev/null/x: ")),
+        ("report", [str(RECORD), "--out", "/dev/null/x"], "--out: /dev/null is no directory"),
+        ("report", [""], "argument RUN: '' is no path"),
+        ("measure", ["times", "--run", "/absent"], "argument --run: /absent is no directory"),
         ("pack", ["absent"], "no solution absent; there are: "),
         ("measure", [], "the following arguments are required: what"),
         ("measure", ["sweep", "--tokens", "0"], "--tokens: '0' is no whole number"),
@@ -370,12 +419,14 @@ def test_usage_errors_have_status_2_and_one_line(name, arguments, message) -> No
 
 
 @no_gpu
-def test_a_place_that_cannot_be_written_is_one_line() -> None:
-    """A read-only checkout, or `--traces` below a file: refused before anything is measured."""
-    arguments = ["--cpu", "--workloads", "1", "--traces", "/dev/null/traces"]
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    """A run's directory that cannot be made: refused before anything is measured."""
+    traces = tmp_path / "traces"
+    arguments = ["--cpu", "--workloads", "1", "--traces", traces]
+    monkeypatch.setattr(program.os, "access", lambda *_: [traces.touch()])  # made in between
     result = call("bench", *arguments, "--solutions", "cutedsl_moe_fp8_v2")
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1] == "error: /dev/null/traces: Not a directory"
+    assert result.stderr.splitlines()[-1] == f"error: {traces}: File exists"
 
 
 @no_gpu

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -86,8 +87,11 @@ class Venv:
         assert str(python) == str(python_of_venv())
         return set(wanted) <= self.packages
 
-    def run(self, command: list[str]) -> subprocess.CompletedProcess:
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess:
         python, _, module, *rest = command
+        if module == run.PARSE:
+            return subprocess.CompletedProcess(command, 0)
+        assert options == {"stdout": 2}, "stdout is the program's own"
         if module == "venv":
             assert python == sys.executable
             self.packages.add("pip")
@@ -124,6 +128,14 @@ def venv(bare, monkeypatch) -> Venv:
     monkeypatch.setattr(run, "has", stand_in.has)
     monkeypatch.setattr(subprocess, "run", stand_in.run)
     return stand_in
+
+
+@pytest.fixture
+def without_packages(bare, monkeypatch, tmp_path: Path) -> None:
+    """The interpreter of `bare`, as it runs programs. Nothing may be installed."""
+    make(tmp_path / "bin" / "python", f'exec {sys.executable} -S "$@"')
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not install"))
 
 
 INSTALLED = f"pip [bench] {run.TORCH}"
@@ -191,23 +203,48 @@ def test_an_unsupported_python_is_named_where_it_would_be_used(
     ("command", "option", "message"),
     [
         ("pack", "-h", "--list"),
-        ("data", "--help", "Its options are listed after: python3 run.py setup"),
+        *((name, "--help", "\noptions:\n  -h, --help") for name in run.programs()),
         ("test", "-h", "run.py test [args]"),
         ("setup", "--help", "run.py setup "),
     ],
 )
 def test_help_installs_nothing(
-    command: str, option: str, message: str, bare, monkeypatch, capfd, tmp_path: Path
+    command: str, option: str, message: str, without_packages, capfd
 ) -> None:
-    """On an interpreter without packages a program lists its options if it needs none for that."""
-    make(tmp_path / "bin" / "python", f'exec {sys.executable} -S "$@"')
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setattr(run, "set_up", lambda extra: pytest.fail("must not install"))
+    """A program lists its options on an interpreter without packages."""
     assert run.main([command, option]) == 0
     shown = capfd.readouterr()
     assert message in shown.out and shown.err == ""
     if command in run.programs():
         assert run.docstring(run.programs()[command]).splitlines()[0] in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("bench --no-such-option", "unrecognized arguments: --no-such-option"),
+        ("bench --resume /absent --trials 0", "argument --trials: '0' is no whole number"),
+        ("measure sweep --out /dev/null/rows", "argument --out: /dev/null is no directory"),
+        ("serve", "arguments are required: --model"),
+        ("serve --model qwen3-30b-a3b", "error: serve runs in the environment of an engine: run "),
+        ("serve --engine sglang --model a --out /", "argument --out: / is a directory"),
+        ("data --root=", "argument --root: '' is no path"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_installed(
+    arguments: str, message: str, without_packages, capfd
+) -> None:
+    assert run.main(arguments.split()) == 2
+    shown = capfd.readouterr()
+    assert message in shown.err and shown.out == "" and "Traceback" not in shown.err
+
+
+def test_what_may_be_right_is_set_up_first(without_packages, monkeypatch) -> None:
+    monkeypatch.setattr(run, "set_up", lambda extras: f"a python with {extras}")
+    with pytest.raises(Started) as started:
+        run.main(["bench", "--trials", "3"])
+    program = ["a python with bench,report", str(run.programs()["bench"]), "--trials", "3"]
+    assert started.value.args == (program,)
 
 
 @pytest.fixture
