@@ -1,19 +1,20 @@
 """Parallel processes, none of which outlives the process that started them, and their progress."""
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from moe_fp8.serving.prepare import end_with_parent
+from moe_fp8.serving.prepare import end_with
 
 from scripts.common.program import leave_ending_to_parent, progress, ticking
 
 
-def _begin(begin: Callable[..., None] | None, *arguments: Any) -> None:
+def _begin(parent: int, begin: Callable[..., None] | None, *arguments: Any) -> None:
     leave_ending_to_parent()
-    end_with_parent()  # the parent may end by SIGKILL, or by a signal while it imports
+    end_with(parent)  # which may end by SIGKILL, or by a signal while it imports
     if begin is not None:
         begin(*arguments)
 
@@ -25,7 +26,7 @@ def process_pool(
     """Start `count` processes by `method` of multiprocessing. Each calls `begin` with the arguments
     first. The end of the block kills them and drops unfinished work."""
     context = multiprocessing.get_context(method)
-    pool = ProcessPoolExecutor(count, context, _begin, (begin, *arguments))
+    pool = ProcessPoolExecutor(count, context, _begin, (os.getpid(), begin, *arguments))
     try:
         yield pool
     finally:

@@ -30,6 +30,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ DRAFT = re.compile(rf"\.{ENTRY.pattern}-\w{{8}}")
 LIMIT_BYTES = 256 * 2**20
 STALE_SECONDS = 3600.0
 """Age at which an unfinished entry is taken for the rest of a killed process."""
+NOT_KEPT = "kernels are compiled and not kept"
+"""The beginning of the warning about a directory where nothing can be stored."""
 _warned: set[tuple[Path, str | None]] = set()
 """The directory and the cause of each warning of this process."""
 
@@ -109,17 +112,16 @@ class KernelCache:
                         else:
                             self._store(function, entry, text)
         except OSError as error:
-            why = f"kernels are compiled and not kept in {self.directory} ({error})"
+            why = f"{NOT_KEPT} in {self.directory} ({error})"
             self._warn(error.strerror, f"{why}; set {CACHE_VARIABLE} to a directory of your own")
         if failed is not None:
             raise failed
         return build() if function is None else function
 
     def has(self, description: dict[str, str]) -> bool:
-        """True if the directory has the kernel. The file is not read, so it may be damaged."""
+        """True if the directory has the kernel, and it is not damaged."""
         with contextlib.suppress(OSError):
-            require_trusted(self._entry(description)[0] / OBJECT)
-            return True
+            return _is_whole(self._entry(description)[0])
         return False
 
     def _entry(self, description: dict[str, str]) -> tuple[Path, str]:
@@ -135,7 +137,11 @@ class KernelCache:
         Raises OSError: nothing can be stored in the directory, or others could have written to it.
         """
         for directory in (*reversed(self.directory.parents), self.directory):
-            directory.mkdir(mode=0o755, exist_ok=True)  # others cannot write
+            try:
+                directory.mkdir(mode=0o755, exist_ok=True)  # others cannot write
+            except FileExistsError:
+                why = "no directory, nor a link to one"
+                raise NotADirectoryError(errno.ENOTDIR, why, str(directory)) from None
         require_trusted(self.directory)
         if not os.access(self.directory, os.W_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, "cannot be written", str(self.directory))
@@ -203,16 +209,11 @@ class KernelCache:
 
         Raises OSError: others could have written the entry, or it cannot be read.
         """
-        kernel, digest = entry / OBJECT, entry / DIGEST
-        try:
-            require_trusted(kernel)
-            actual = hashlib.sha256(kernel.read_bytes()).hexdigest()
-            if actual.encode() != digest.read_bytes():
-                return None
-        except FileNotFoundError:
+        kernel = entry / OBJECT
+        if not _is_whole(entry):
             return None
         with contextlib.suppress(OSError):  # the directory may be read-only
-            os.utime(digest)  # the time of the last use
+            os.utime(entry / DIGEST)  # the time of the last use
         try:
             return self._load(kernel)
         except Exception as error:  # the loader raises many types
@@ -242,6 +243,17 @@ class KernelCache:
         if (self.directory, cause) not in _warned:
             _warned.add((self.directory, cause))
             warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _is_whole(entry: Path) -> bool:
+    """True if an entry has an object file with the digest that is stored beside it. Raises OSError:
+    others could have written it, or it cannot be read."""
+    try:
+        require_trusted(entry / OBJECT)
+        actual = hashlib.sha256((entry / OBJECT).read_bytes()).hexdigest()
+        return actual.encode() == (entry / DIGEST).read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 def require_trusted(path: Path) -> None:
@@ -375,11 +387,17 @@ def mebibytes(entries: Sequence[CachedKernel]) -> str:
     return f"{sum(entry.size for entry in entries) / 2**20:.1f} MiB"
 
 
-def line(entry: CachedKernel) -> str:
+def lines(entry: CachedKernel) -> str:
+    """Return a kernel's size, age and name, then its parameters without those that are not set."""
     kernel = entry.description.get("kernel", entry.path.name)
-    parameters = entry.description.get("parameters", "?")
+    parameters = str(entry.description.get("parameters", "?"))
+    parameters = re.sub(r"(, )?\w+=(False|None)\b", "", parameters).replace("(, ", "(")
+    parameters = re.sub(r"<[\w.]+: ('\w+')>", r"\1", parameters)  # a value of an enum
     hours = max(0.0, time.time() - entry.used) / 3600
-    return f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel} {parameters}"
+    first = f"{entry.size / 1024:6.0f} KiB  used {hours:7.1f} h ago  {kernel}"
+    indent = 12 * " "
+    rest = textwrap.wrap(parameters, 100, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([first, *rest])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -403,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = f"removed {len(removed)} of {len(entries)} kernels, {mebibytes(removed)}"
     else:
         for entry in entries:
-            print(line(entry))
+            print(lines(entry))
         limit = f"{LIMIT_BYTES / 2**20:.0f} MiB at most"
         summary = f"{len(entries)} kernels, {mebibytes(entries)} ({limit})"
     print(f"{directory}: {summary}")

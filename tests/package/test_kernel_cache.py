@@ -171,6 +171,25 @@ def test_the_program_lists_and_clears(listing, tmp_path, monkeypatch, capsys):
     assert "Permission denied" in capsys.readouterr().err
 
 
+PARAMETERS = (
+    "(MoeShape(num_experts=256, swiglu=Swiglu(limit=None, alpha=1.0), ue8m0=False), Config("
+    "swap_ab=False, tile_m=192, tile_n=128, cluster_m=1, schedule=<Schedule.STATIC: 'static'>, "
+    "overlap=False), Config(swap_ab=True), 132, True)"
+)
+
+
+def test_no_line_of_the_list_is_longer_than_a_terminals(listing, tmp_path):
+    get(tmp_path, {"kernel": "FusedMoe", "parameters": PARAMETERS})
+    *listed, _ = listing().splitlines()  # the last one has the path
+    assert all(len(line) <= 100 for line in listed)
+    (place,) = (number for number, line in enumerate(listed) if line.endswith("FusedMoe"))
+    shown = " ".join(line.strip() for line in listed[place + 1 : place + 3])
+    assert shown == (
+        "(MoeShape(num_experts=256, swiglu=Swiglu(alpha=1.0)), Config(tile_m=192, tile_n=128, "
+        "cluster_m=1, schedule='static'), Config(swap_ab=True), 132, True)"
+    )
+
+
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", '"text"', "null", "\udcff"])
 def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(content, listing, tmp_path):
     (damaged,) = tmp_path.glob("Gemm-*")
@@ -178,7 +197,7 @@ def test_an_entry_whose_description_is_damaged_is_listed_by_its_name(content, li
     if content is None:
         (damaged / DESCRIPTION).unlink()
     listed = listing()
-    assert f"{damaged.name} ?" in listed and "(combine of 7168,)" in listed
+    assert f"  {damaged.name}\n            ?\n" in listed and "(combine of 7168,)" in listed
     assert "removed 2 of 2 kernels" in listing("--clear")
 
 
@@ -229,6 +248,7 @@ def test_a_damaged_entry_is_rebuilt(name, content, tmp_path):
     get(tmp_path, COMBINE, "another entry")
     (path,) = tmp_path.glob(f"Gemm-*/{name}")
     path.unlink() if content is None else path.write_text(content, "latin-1")
+    assert not kernels_in(tmp_path).has(GEMM) and kernels_in(tmp_path).has(COMBINE)
     assert get(tmp_path, code="anew") == cached(tmp_path) == "anew"
     assert cached(tmp_path, COMBINE) == "another entry"
 

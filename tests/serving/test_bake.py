@@ -4,6 +4,8 @@ what the program says. tests/engines compares the kernels with those that engine
 import json
 import os
 import pickle
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from moe_fp8.api import call_of
-from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.cache import CACHE_VARIABLE, NOT_KEPT
 from moe_fp8.call import Form
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
@@ -146,7 +148,7 @@ def test_another_user_compiles_nothing(change, locks, baked):
 def compiled(monkeypatch) -> list[Any]:
     """The kernels that the program would compile; nothing is."""
     kernels: list[Any] = []
-    monkeypatch.setattr(bake, "compile_all", kernels.extend)
+    monkeypatch.setattr(bake, "compile_all", lambda needed: kernels.extend(needed) or len(needed))
     monkeypatch.setattr("moe_fp8.kernels.compile.is_on_disk", lambda *_: True)
     return kernels
 
@@ -221,9 +223,6 @@ MODEL = bake.Model("a", 10, 4, 256, 768, shared=1)
             [(10, 5, 768, USUAL), (11, 6, 768, USUAL)],
         ),
         ({"engine": "transformers"}, [(10, 10, 768, Form(I64, F32, BF16, gate_first=True))]),
-        # Of 192 columns the first and the third shard lie in two blocks, each in its own way.
-        ({"tensor_parallel": 4, "padded": True}, [(10, 10, 256, USUAL)]),
-        ({"tensor_parallel": 8, "padded": True}, [(10, 10, 128, USUAL), (10, 10, 256, USUAL)]),
     ],
 )
 def test_the_engine_and_the_split_decide_kernels(options, expected):
@@ -237,7 +236,7 @@ def test_weights_by_channel_have_kernels_of_their_own():
     ranks = {"data_parallel": 2, "expert_parallel": True}
     (sent,) = forms(*bake.calls(model, **ranks, exchange="deepep_high_throughput"))
     assert sent == (10, 5, 768, replace(MAPPED, choice=I64, per_channel=True))
-    for refused in ({**ranks, "exchange": "nixl_ep"}, {"tensor_parallel": 4, "padded": True},
+    for refused in ({**ranks, "exchange": "nixl_ep"}, {"engine": "transformers"},
                     {"engine": "sglang", "exchange": "deepep_normal"}):  # fmt: skip
         with pytest.raises(bake.UsageError, match="got each channel"):
             forms(*bake.calls(model, **refused))
@@ -265,6 +264,10 @@ def test_every_known_model_is_served() -> None:
 GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [128, 128]}}}
 
 
+def fp8(**more: Any) -> dict[str, Any]:
+    return {"quantization_config": {**SMALL["quantization_config"], **more}}
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -272,9 +275,16 @@ GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [128, 
         {"text_config": {**SMALL, "quantization_config": None},
          "quantization_config": SMALL["quantization_config"]},
         {**SMALL, "quantization_config": None},
-        {**SMALL, "quantization_config": {"quant_method": "x", "config_groups": GROUPS}},
+        {**SMALL, "quantization_config": {
+            "quant_method": "compressed-tensors", "config_groups": GROUPS}},
         {**SMALL, "swiglu_limit": None, "intermediate_size": 999},
-        {**SMALL, "swiglu_limit": 0},
+        {**SMALL, "swiglu_limit": 0, "hidden_act": "silu", "n_shared_experts": 0},
+        {**SMALL, "num_local_experts": 4, "expert_ffn_hidden_size": 128},
+        {**SMALL, "moe_intermediate_size": None, "intermediate_size": 128,
+         "shared_expert_intermediate_size": 64, "moe_inter_dim": None},
+        {**SMALL, **fp8(activation_scheme="dynamic", fmt="e4m3", scale_fmt=None)},
+        {**SMALL, **fp8(ignored_layers=["lm_head", "re:.*mlp.shared_experts.*",
+                                        "model.layers.61.mlp.experts.0.up_proj"])},
     ],
 )  # fmt: skip
 def test_a_configuration_is_read(config):
@@ -297,24 +307,47 @@ def test_a_configuration_by_channel_is_read():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"quantization_config": by_channel(dynamic=False)}, "compressed-tensors of channel"),
-        ({"quantization_config": by_channel({**CHANNELS, "type": "int"})}, "of channel"),
+        ({"quantization_config": by_channel(dynamic=False)}, "compressed-tensors' of 'channel'"),
+        ({"quantization_config": by_channel({**CHANNELS, "type": "int"})}, "of 'channel'"),
         ({"quantization_config": {"config_groups": {"a": {"weights": {
             "type": "int", "num_bits": 8, "block_structure": [128, 128]}}}}}, "got None of"),
-        ({"quantization_config": {
-            "quant_method": "blockwise_int8", "weight_block_size": [128, 128]}},
-         "got blockwise_int8 of"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
-         "got fp8 of 128"),
+        *((fp8(quant_method=method), re.escape(f"got {method!r} of"))
+          for method in ("blockwise_int8", "w8a8_fp8", "modelopt", "quark", None, ["fp8"])),
+        (fp8(weight_block_size=128), "got 'fp8' of 128"),
+        (fp8(config_groups={"a": {"weights": {"num_bits": 4}}}), "got 'fp8' of"),
+        (fp8(config_groups={"a": {"input_activations": {"dynamic": False}}}), "got 'fp8' of"),
+        (fp8(config_groups=[1]), "config_groups: expected an object, got list"),
+        (fp8(config_groups={"a": {"weights": 8}}), "weights: expected an object, got int"),
+        (fp8(activation_scheme="static"), "activation_scheme='static': expected dynamic"),
+        (fp8(fmt="e5m2"), "fmt='e5m2': expected e4m3"),
+        (fp8(scale_fmt={"a": 1}), "scale_fmt={'a': 1}: expected ue8m0"),
+        (fp8(ignore=["re:.*mlp.experts.*"]), "ignore: 're:.*mlp.experts.*': experts that are not"),
+        (fp8(modules_to_not_convert="experts"), "modules_to_not_convert='experts': expected a l"),
+        ({"quantization_config": [128, 128]}, "quantization_config: expected an object, got list"),
+        *(({"num_experts": wrong}, "num_experts=.*: expected a whole number from 1 to 1048576")
+          for wrong in (-1, 0, 2**40, 10**400, "4", 4.0, True, [4, 4], {"a": 4})),
+        ({"moe_intermediate_size": [128, 128], "intermediate_size": 256},
+         r"moe_intermediate_size=\[128, 128\]: .*, the same for all layers"),
+        ({"moe_topk": 4}, "num_experts_per_tok=2, moe_topk=4: expected one number"),
+        ({"moe_intermediate_size": None, "intermediate_size": 256, "moe_inter_dim": 128},
+         "moe_inter_dim: a width of experts that this program does not know"),
+        ({"moe_intermediate_size": None, "moe_ffn_hidden_size": 128},
+         "no moe_intermediate_size or expert_ffn_hidden_size"),
+        ({"n_shared_experts": [1, 1]}, r"n_shared_experts=\[1, 1\]: expected a whole number"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh': expected silu"),
+        ({"mlp_hidden_act": "relu2"}, "mlp_hidden_act='relu2': expected silu"),
+        *(({"swiglu_limit": wrong}, "swiglu_limit=.*: expected a number")
+          for wrong in ("7", [7.0], {"a": 7}, True, float("nan"), float("inf"))),
+        ({"model_type": "gpt_oss"}, "experts with a bias"),
+        ({"mlp_bias": True}, "experts with a bias"),
+        ({"torch_dtype": "float16"}, "tokens of float16"),
         ({"num_experts": None}, "no n_routed_experts or num_experts or"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "got fp8 of None"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}},
-         r"blocks of \[128, 128\], .* got fp8 of \[1, 128\]"),
+        (fp8(weight_block_size=None), "got 'fp8' of None"),
+        (fp8(weight_block_size=[1, 128]), r"blocks of \[128, 128\], .* got 'fp8' of \[1, 128\]"),
         ({"quantization_config": {"config_groups": {"a": {"weights": {"strategy": "channel"}}}}},
-         "got None of channel"),
+         "got None of 'channel'"),
         ({"expert_dtype": "fp4"}, "experts in FP4"),
-        ({"quantization_config": {"weight_block_size": [128, 128], "expert_dtype": "fp4"}},
-         "experts in FP4"),
+        (fp8(expert_dtype="fp4"), "experts in FP4"),
         ({"swiglu_limits": [1, 2]}, "swiglu_limits: expected one"),
     ],
 )  # fmt: skip
@@ -344,10 +377,14 @@ def test_a_model_of_the_hub(config, compiled, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--tensor-parallel", "2"), "intermediate_size=64: expected a positive multiple"),
-        (("--tensor-parallel", "3"), "3 GPUs: expected a divisor of 128 columns"),
+        (("--tensor-parallel", "2"), "--tensor-parallel 2: a GPU would have 64 of an expert's 128 "
+         "columns, expected a multiple of 128; with --expert-parallel experts stay whole\n"),
+        (("--tensor-parallel", "3", "--data-parallel", "2"),
+         "--tensor-parallel 3 --data-parallel 2: a GPU would have 21.3333 of"),
         (("--tensor-parallel", "3", "--expert-parallel", "--engine", "sglang"),
-         "3 GPUs: expected a divisor of 4 experts"),
+         "--tensor-parallel 3 --expert-parallel: expected a divisor of 4 experts\n"),
+        (("--output", ""), "argument --output: expected a name or a path"),
+        (("--model", ""), "argument --model: expected a name or a path"),
         (("--exchange", "nixl_ep"),
          "--exchange nixl_ep: expected --engine vllm --expert-parallel"),
         (("--exchange", "nixl_ep", "--engine", "sglang", "--expert-parallel"), "--engine vllm"),
@@ -361,12 +398,108 @@ def test_options_that_are_wrong(options, message, config, compiled, tmp_path, ca
     assert message in capsys.readouterr().err and not compiled and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]"])
+@pytest.mark.parametrize("content", [None, "{", "[" * 100_000, "9" * 5000, "a pipe"])
 def test_a_configuration_that_cannot_be_read(content, config, tmp_path, capsys):
     path = config / "config.json"
-    path.unlink() if content is None else path.write_text(content)
+    path.unlink() if content in (None, "a pipe") else path.write_text(content)
+    if content == "a pipe":
+        os.mkfifo(path)
     assert run(config, tmp_path / "out") == 2
     assert f"--model {config}: expected a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("[1]", "--model {}: the configuration: expected an object, got list"),
+        (json.dumps({**SMALL, "moe_intermediate_size": 100}),
+         "the layer is not served: intermediate_size=100: expected a positive multiple of 128"),
+        (json.dumps({**SMALL, "num_experts_per_tok": 5}), "--model {}: 5 of 4 experts of a token"),
+        (json.dumps({**SMALL, "swiglu_limit": -1}), "the layer is not served: swiglu_limit=-1"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_not_understood_is_a_failure(
+    content, why, config, compiled, tmp_path, capsys
+):
+    config.joinpath("config.json").write_text(content)
+    assert run(config, tmp_path / "out") == 1 and not compiled and not (tmp_path / "out").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {why.format(config)}") and ";" not in line
+
+
+def test_what_is_read_is_named(config, compiled, tmp_path, capsys) -> None:
+    more = {"swiglu_limit": 7.0, "hidden_act": "silu", "n_shared_experts": 1}
+    config.joinpath("config.json").write_text(json.dumps({**SMALL, **more}))
+    assert run(config, tmp_path / "out") == 0
+    assert capsys.readouterr().out.startswith(
+        "model     num_experts 4, num_experts_per_tok 2, hidden_size 256, moe_intermediate_size "
+        "128, n_shared_experts 1; hidden_act silu, swiglu_limit 7.0; FP8 in blocks of 128 x 128\n"
+    )
+    for quantisation, read in ((None, "weights that the engine"), (by_channel(), "FP8 by channel")):
+        config_of = {**SMALL, "quantization_config": quantisation}
+        assert f"SwiGLU (no activation is named); {read}" in bake.read_model("a", config_of).read
+
+
+@pytest.mark.parametrize("there", ["a file", "a link to nothing", "a pipe", "below a file"])
+def test_an_output_that_is_no_directory(there, config, compiled, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    if there == "a link to nothing":
+        out.symlink_to(tmp_path / "missing")
+    elif there == "a pipe":
+        os.mkfifo(out)
+    else:
+        out.touch()
+    asked = out / "kernels" if there == "below a file" else out
+    assert run(config, asked) == 2 and not compiled
+    why = f"error: --output {asked}: {out}: no directory, nor a link to one\n"
+    assert capsys.readouterr().err == why
+
+
+@pytest.mark.all
+def test_a_full_disk_ends_the_first_compilation(config, tmp_path, capfd, monkeypatch) -> None:
+    """Not all kernels are compiled before it is noticed."""
+    monkeypatch.setattr(bake, "CHUNK_TOKENS", 24)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # for the processes, too
+    try:
+        assert run(config, tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err
+    why = f"{NOT_KEPT} in {tmp_path}/out"
+    assert "100%" not in said and f"moe_fp8: {why}" in said
+    assert said.splitlines()[-1].startswith(f"error: RuntimeWarning: {why}")
+
+
+def test_the_number_of_compiled_kernels_counts_damaged_ones(baked, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bake, "CHUNK_TOKENS", 24)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    shutil.copytree(baked.directory, tmp_path / "out")
+    (tmp_path / "out").chmod(0o755)
+    next((tmp_path / "out").glob("*/kernel.o")).write_bytes(b"damaged")
+    for compiled in (1, 0):
+        monkeypatch.setattr(fused.compile_fused, "functions", {})
+        assert run(tmp_path, tmp_path / "out") == 0
+        assert f"{len(baked.kernels)}, {compiled} compiled in " in capsys.readouterr().out
+
+
+COMPILES_NOTHING = """
+import sys
+from moe_fp8.kernels import compile
+from moe_fp8.serving import bake
+bake.compile_all, compile.is_on_disk = len, lambda *_: True
+sys.exit(bake.main())
+"""
+
+
+def test_letters_that_the_locale_lacks_are_escaped(config, tmp_path) -> None:
+    place = config.rename(tmp_path / "mod\u00e8le")
+    command = [sys.executable, "-c", COMPILES_NOTHING, "--gpu", "h100", "--model", place]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(
+        [*command, "--output", place], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "mod\\xe8le\n" in done.stdout, done.stderr
 
 
 def test_a_directory_that_others_can_write_to(config, compiled, tmp_path, capsys):
@@ -382,7 +515,7 @@ def fails(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(fails, "RuntimeError: the compiler has crashed"), (lambda kernels: None, "lacks")],
+    [(fails, "RuntimeError: the compiler has crashed"), (len, "lacks")],
 )
 def test_kernels_that_are_not_there_are_a_failure(make, why, config, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bake, "compile_all", make)

@@ -5,12 +5,12 @@ import functools
 import importlib
 import os
 import pickle
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +25,7 @@ import torch
 from markers import backends
 from moe_fp8 import api, experts, fused_moe, prepare
 from moe_fp8.api import call_of
-from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.cache import CACHE_VARIABLE, NOT_KEPT
 from moe_fp8.call import (
     CHUNK_TOKENS,
     DEEPSEEK_V3,
@@ -40,6 +40,7 @@ from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.reference import quantise_rows
 from moe_fp8.serving import prepare as ahead
+from programs import gone
 from small_layer import HIDDEN, TOP_K, WEIGHTS
 from small_layer import named_tensors as tensors
 
@@ -268,7 +269,7 @@ def test_a_call_without_pairs():
 def test_the_program_of_the_processes(name, geometries, monkeypatch, tmp_path):
     """The program runs wherever the package is, also in a directory of another name, and prints its
     progress to stderr."""
-    pickled, program = pickle.dumps(geometries[:1], protocol=0), ahead.MAIN
+    pickled, program = pickle.dumps((os.getpid(), geometries[:1]), protocol=0), ahead.MAIN
     if name != "moe_fp8":
         shutil.copytree(Path(ahead.__file__).parents[1], tmp_path / "torch-cuda")
         spec = spec_from_file_location(name, tmp_path / "torch-cuda/__init__.py")
@@ -283,30 +284,54 @@ def test_the_program_of_the_processes(name, geometries, monkeypatch, tmp_path):
     assert ahead.missing(geometries) == geometries[1:]
 
 
+def test_a_worker_stops_at_a_kernel_that_cannot_be_stored(geometries, monkeypatch, tmp_path):
+    """The disk is full, or the directory is none: no other kernel could be stored either."""
+    (tmp_path / "kernels").touch()
+    monkeypatch.setattr(compiling.cute, "compile", lambda *_, **__: "function")
+    with pytest.raises(RuntimeWarning, match=f"{NOT_KEPT} in .*Not a directory"):
+        ahead.compile_one(geometries[0])
+
+
 SLEEPING = """
 import os, time
+from pathlib import Path
 from moe_fp8.kernels import fused
 from moe_fp8.serving import prepare as ahead
 ahead.cores = lambda: 2
-fused.compile_fused = lambda name: os.write(1, name) and time.sleep(1000)
+started = Path(os.environ["STAND_IN_STARTED"])
+fused.compile_fused = lambda work: (started / str(os.getpid())).touch() or work()
 ahead.main()
+"""
+CALLER = f"""
+import time
+from functools import partial
+from moe_fp8.serving import prepare as ahead
+ahead.MAIN = {SLEEPING!r}
+ahead.in_processes(2 * [(partial(time.sleep, 1000),)])
 """
 
 
-def test_where_the_pool_is_killed_its_workers_end():
-    """`subprocess.run` kills the pool if `prepare` is interrupted."""
-    env = {**os.environ, "PYTHONPATH": str(Path(ahead.__file__).parents[2])}
-    command, own = [sys.executable, "-c", SLEEPING], {"env": env, "start_new_session": True}
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, **own) as pool:
-        assert pool.stdin and pool.stdout
-        pool.stdin.write(pickle.dumps([(b"1",), (b"2",)]))
-        pool.stdin.close()
-        started = pool.stdout.read(2)  # a byte of each: lines of two processes may mix
-        pool.kill()
-        closed, _, _ = select.select([pool.stdout], [], [], 100)
-        os.killpg(pool.pid, signal.SIGKILL)
-    assert sorted(started) == [*b"12"]
-    assert closed, "it is closed when the last one has ended"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_compiler_outlives_the_process_that_prepares(number, tmp_path):
+    """Not even for as long as the compiler holds Python's lock."""
+    paths = {"PYTHONPATH": str(Path(ahead.__file__).parents[2]), "STAND_IN_STARTED": str(tmp_path)}
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-c", CALLER]
+    with subprocess.Popen(command, env={**os.environ, **paths}, preexec_fn=heeds) as caller:
+        while len(workers := list(tmp_path.iterdir())) < 2 and caller.poll() is None:
+            time.sleep(0.05)
+        pool = Path(f"/proc/{workers[0].name}/stat").read_text().split()[3]
+        caller.send_signal(number)
+    assert len(workers) == 2 and pool != str(caller.pid)
+    assert all(gone(int(pid)) for pid in (pool, *(worker.name for worker in workers)))
+
+
+def test_a_process_whose_parent_has_ended_ends_at_once():
+    program = "from moe_fp8.serving.prepare import end_with; end_with(-1); print('goes on')"
+    paths = {"PYTHONPATH": str(Path(ahead.__file__).parents[2])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **paths}, stdout=PIPE)
+    assert (done.returncode, done.stdout) == (1, b"")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ memory. tests/engines compares them with those of the plugins in the engines.
 
 import argparse
 import json
+import math
 import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,22 +25,32 @@ import torch
 
 from ..api import batched_experts, call_of, experts
 from ..cache import CACHE_VARIABLE, KernelCache
-from ..call import BLOCK, CHUNK_TOKENS, MoeShape
+from ..call import BLOCK, CHUNK_TOKENS, MoeShape, shown
 from ..kernels.architectures import GPUS, Architecture
 from .models import MODELS
-from .plugins import BLOCK_SHAPE, describe_layers, in_words
-from .prepare import Geometry, compile_all, list_geometries, missing
+from .plugins import BLOCK_SHAPE, describe_layers, in_words, without_hint
+from .prepare import Geometry, compile_all, list_geometries
 
 CONFIG = "config.json"
 NAMES = {
     "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "moe_topk", "moe_k"),
     "hidden": ("hidden_size",),
-    "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+    "intermediate": ("moe_intermediate_size", "expert_ffn_hidden_size"),
 }
-"""The names of each size in configurations. The first name that a configuration has counts."""
+"""The names of each size in configurations."""
+WIDTH = "intermediate_size"
+"""The name of the experts' width in configurations that have no other width."""
+OTHER_WIDTH = re.compile(r"(?!.*shared).*(moe|expert).*(inter|ffn|hidden|width|dim)")
+"""Names of a width of experts, most of them unknown to this program."""
+LARGEST = 2**20
+"""The largest size that is taken for one."""
 SHARED = ("n_shared_experts", "num_shared_experts")
 ACTIVATION = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+FUNCTIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+"""The names of the activation function."""
+UNQUANTISED = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""The names of a list of modules that are not quantised."""
 ENGINES = ("vllm", "sglang", "transformers")
 
 
@@ -67,6 +79,11 @@ class UsageError(Exception):
     """An error that other options avoid: reported as one line, exit status 2."""
 
 
+class NotServed(Exception):
+    """A model that no plugin serves, or that this program does not understand: reported as one
+    line, exit status 1."""
+
+
 @dataclass(frozen=True)
 class Model:
     """The expert layers of a model."""
@@ -80,6 +97,7 @@ class Model:
     activation: tuple[tuple[str, float], ...] = ()  # options of `experts`
     per_channel: bool = False  # a weight scale for each output channel, not for each block
     scale_fmt: str = ""  # "ue8m0": scales are powers of two
+    read: str = field(default="", compare=False)  # what the configuration says, and where
 
 
 class Call(NamedTuple):
@@ -97,16 +115,12 @@ def find_model(name: str) -> Model:
     """Return a known model, one in a directory or a file, or one of the Hugging Face hub.
 
     Raises:
-        UsageError: there is none, or its experts are not served.
+        UsageError: there is none.
+        NotServed: its experts are not served.
     """
-    path, config = Path(name), MODELS.get(name)
-    if path.is_dir():
-        path /= CONFIG
-    elif not config and not path.exists() and name.count("/") == 1:
-        path = download(name)
     try:
-        config = config or json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = configuration(name)
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"--model {name}: expected a directory with a {CONFIG}, such a file, "
             f"a name of the Hugging Face hub or one of {', '.join(MODELS)} ({error})"
@@ -114,7 +128,22 @@ def find_model(name: str) -> Model:
     try:
         return read_model(name, config)
     except ValueError as error:
-        raise UsageError(f"--model {name}: {error}") from None
+        raise NotServed(f"--model {name}: {error}") from None
+
+
+def configuration(name: str) -> Any:
+    """Return the content of a model's `config.json`. Raises OSError, ValueError, RecursionError,
+    UsageError."""
+    if known := MODELS.get(name):
+        return known
+    path = Path(name)
+    if path.is_dir():
+        path /= CONFIG
+    elif not path.exists() and name.count("/") == 1:
+        path = download(name)
+    if path.exists() and not path.is_file():  # reading a pipe might never end
+        raise ValueError(f"{path} is no file")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def download(name: str) -> Path:
@@ -138,58 +167,137 @@ def read_model(name: str, config: Any) -> Model:
     """Return the model of a `config.json`.
 
     Raises:
-        ValueError: it has no experts, or this program does not know their kernels.
+        ValueError: it has no experts, no plugin serves them, or the configuration says something
+            else than this program understands. Nothing is guessed: kernels of another model would
+            be of no use.
     """
-    if not isinstance(config, dict):
-        raise ValueError(f"expected an object, got {type(config).__name__}")
-    text = config.get("text_config")
-    outer = config
-    if isinstance(text, dict) and not any(key in config for key in NAMES["experts"]):
+    outer = as_object("the configuration", config)
+    text = outer.get("text_config")
+    if isinstance(text, dict) and not any(key in outer for key in NAMES["experts"]):
         config = text  # a model for text and images
-    quantisation = outer.get("quantization_config") or config.get("quantization_config") or {}
-    if why := why_not(quantisation):
+    quantisation = as_object(
+        "quantization_config",
+        outer.get("quantization_config") or config.get("quantization_config") or {},
+    )
+    if why := why_not(quantisation) or why_no_swiglu(config):
         raise ValueError(why)
     if "fp4" in (config.get("expert_dtype"), quantisation.get("expert_dtype")):
         raise ValueError("experts in FP4: their scales are known when they are loaded")
-    if "swiglu_limits" in config:
-        raise ValueError("swiglu_limits: expected one swiglu_limit for all layers")
-    sizes = {}
-    for size, names in NAMES.items():
-        values = [config[key] for key in names if type(config.get(key)) is int]
-        if not values:
-            raise ValueError(f"no {' or '.join(names)}: expected a mixture of experts")
-        sizes[size] = values[0]
-    shared = [config[key] for key in SHARED if type(config.get(key)) is int]
-    activation = tuple((key, config[key]) for key in ACTIVATION if config.get(key))
+    if config.get("torch_dtype") == "float16" or config.get("dtype") == "float16":
+        raise ValueError("tokens of float16: expected bfloat16")
+    sources = {size: size_of(config, names) for size, names in NAMES.items()}
+    sizes = {size: value for size, (_, value) in sources.items()}
+    if sizes["top_k"] > sizes["experts"]:
+        raise ValueError(f"{sizes['top_k']} of {sizes['experts']} experts of a token")
+    shared = [key for key in SHARED if config.get(key)]
+    if shared:
+        sources["shared"] = size_of(config, SHARED)
+    read = ", ".join(f"{key} {value}" for key, value in sources.values())
+    acts = [f"{key} {config[key]}" for key in (*FUNCTIONS, *ACTIVATION) if config.get(key)]
+    weights = "weights that the engine quantises in blocks"
+    if quantisation:
+        weights = "FP8 by channel" if is_per_channel(quantisation) else "FP8 in blocks of 128 x 128"
     return Model(
-        name, **sizes, shared=shared[0] if shared else 0, activation=activation,
+        name, **sizes, shared=sources["shared"][1] if shared else 0,
+        activation=tuple((key, config[key]) for key in ACTIVATION if config.get(key)),
         per_channel=is_per_channel(quantisation), scale_fmt=quantisation.get("scale_fmt") or "",
+        read="; ".join([read, ", ".join(acts) or "SwiGLU (no activation is named)", weights]),
     )  # fmt: skip
 
 
+def as_object(name: str, value: Any) -> dict[str, Any]:
+    """Return a part of a configuration that has to be an object. Raises ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def size_of(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, int]:
+    """Return the name and the value of a size. Raises ValueError."""
+    there = [key for key in names if config.get(key) is not None]
+    if names == NAMES["intermediate"] and not there and config.get(WIDTH) is not None:
+        for other in config:
+            if OTHER_WIDTH.match(other) and config[other] is not None:
+                raise ValueError(f"{other}: a width of experts that this program does not know")
+        there = [WIDTH]
+    if not there:
+        raise ValueError(f"no {' or '.join(names)}: expected a mixture of experts")
+    for key in there:
+        value = config[key]
+        if type(value) is not int or not 0 < value <= LARGEST:
+            expected = f"expected a whole number from 1 to {LARGEST}"
+            raise ValueError(f"{key}={shown(value)}: {expected}, the same for all layers")
+    if len({config[key] for key in there}) > 1:
+        values = ", ".join(f"{key}={config[key]}" for key in there)
+        raise ValueError(f"{values}: expected one number")
+    return there[0], config[there[0]]
+
+
+def why_no_swiglu(config: Mapping[str, Any]) -> str:
+    """Return why a model's activation is not served, or "" if it is."""
+    for key in FUNCTIONS:
+        if config.get(key) not in (None, "silu", "swish"):
+            return f"{key}={shown(config[key])}: expected silu"
+    for key in ACTIVATION:
+        value = config.get(key)
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            return f"{key}={shown(value)}: expected a number"
+    if "swiglu_limits" in config:
+        return "swiglu_limits: expected one swiglu_limit for all layers"
+    if config.get("model_type") == "gpt_oss" or config.get("mlp_bias") or config.get("moe_bias"):
+        return "experts with a bias"
+    return ""
+
+
 def why_not(quantisation: Mapping[str, Any]) -> str:
-    """Return why this program knows no kernels for weights of a `quantization_config`, or "". If it
+    """Return why no plugin serves the weights of a `quantization_config`, or "" if one does. If it
     is empty, an engine may quantise what it loads."""
     if not quantisation:
         return ""
     method, blocks = quantisation.get("quant_method"), quantisation.get("weight_block_size")
-    is_fp8 = "int" not in str(method)
-    for group in (quantisation.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    served = method in ("fp8", "compressed-tensors")
+    for weights, tokens in groups_of(quantisation):
         blocks = blocks or weights.get("block_structure") or weights.get("strategy")
-        is_fp8 = is_fp8 and weights.get("type", "float") == "float"
-    if (is_fp8 and blocks == BLOCK_SHAPE) or is_per_channel(quantisation):
-        return ""
-    return (
-        f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, or by channel with tokens "
-        f"quantised in the call, got {method} of {blocks}"
-    )
+        served = served and weights.get("type", "float") == "float"
+        served = served and weights.get("num_bits") in (None, 8)
+        served = served and tokens.get("dynamic") is not False
+    if not served or not (blocks == BLOCK_SHAPE or is_per_channel(quantisation)):
+        return (
+            f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, or by channel with "
+            f"tokens quantised in the call, got {shown(method)} of {shown(blocks)}"
+        )
+    for key, known in (
+        ("activation_scheme", (None, "dynamic")),
+        ("fmt", (None, "e4m3")),
+        ("scale_fmt", (None, "", "ue8m0")),
+    ):
+        if quantisation.get(key) not in known:
+            return f"{key}={shown(quantisation[key])}: expected {known[-1]}"
+    for key in UNQUANTISED:
+        modules = quantisation.get(key) or []
+        if not isinstance(modules, list):
+            return f"{key}={shown(modules)}: expected a list"
+        # A single layer's may be of one that no engine serves (multi-token prediction).
+        every = [str(module) for module in modules if not re.search(r"layers\W+\d", str(module))]
+        if experts := [module for module in every if re.search(r"\bexperts\b", module)]:
+            return f"{key}: {shown(experts[0])}: experts that are not quantised"
+    return ""
+
+
+def groups_of(quantisation: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the weights and the tokens of each group of compressed-tensors. Raises ValueError."""
+    groups = as_object("config_groups", quantisation.get("config_groups") or {})
+
+    def part(group: Any, name: str) -> dict[str, Any]:
+        return as_object(name, as_object("config_groups", group).get(name) or {})
+
+    return [(part(g, "weights"), part(g, "input_activations")) for g in groups.values()]
 
 
 def is_per_channel(quantisation: Mapping[str, Any]) -> bool:
     """Return True for compressed-tensors' FP8 with a scale for each output channel ("FP8-dynamic"),
     whose tokens are quantised in the call."""
-    groups = [*(quantisation.get("config_groups") or {}).values()]
+    groups = groups_of(quantisation)
     return bool(groups) and all(
         (
             weights.get("strategy"),
@@ -198,9 +306,7 @@ def is_per_channel(quantisation: Mapping[str, Any]) -> bool:
             tokens.get("dynamic"),
         )
         == ("channel", "float", 8, True)
-        for weights, tokens in (
-            (group.get("weights") or {}, group.get("input_activations") or {}) for group in groups
-        )
+        for weights, tokens in groups
     )
 
 
@@ -215,7 +321,6 @@ def calls(
     data_parallel: int = 1,
     exchange: str | None = None,
     accurate: bool = False,
-    padded: bool = False,
 ) -> Iterator[Call]:
     """Yield the calls that the ranks of an engine prepare for: one for each number of local
     experts, width and number of fused shared experts.
@@ -228,37 +333,40 @@ def calls(
         data_parallel: replicas, in vLLM.
         exchange: the exchange of tokens between ranks, one of `EXCHANGES`.
         accurate: two FP8 terms between the GEMMs.
-        padded: shards are widened by `pad_shard`.
 
     Raises:
         UsageError: the GPUs cannot share the layer like this.
     """
     ranks = tensor_parallel * data_parallel
     split = ranks if expert_parallel else 1
-    if not expert_parallel and model.intermediate % ranks:
-        raise UsageError(f"{ranks} GPUs: expected a divisor of {model.intermediate} columns")
+    counts = {"--tensor-parallel": tensor_parallel, "--data-parallel": data_parallel}
+    asked = " ".join(f"{option} {count}" for option, count in counts.items() if count > 1)
+    if not expert_parallel and ranks > 1 and model.intermediate % (ranks * BLOCK):
+        raise UsageError(
+            f"{asked}: a GPU would have {model.intermediate / ranks:g} of an expert's "
+            f"{model.intermediate} columns, expected a multiple of {BLOCK}; with --expert-parallel "
+            "experts stay whole"
+        )
     if split > 1 and engine != "vllm" and model.experts % split:
-        raise UsageError(f"{split} GPUs: expected a divisor of {model.experts} experts")
+        raise UsageError(
+            f"{asked} --expert-parallel: expected a divisor of {model.experts} experts"
+        )
     batched = exchange is not None and EXCHANGES[exchange].batched
-    if model.per_channel and (padded or batched or (exchange and engine == "sglang")):
-        what = "--pad-shard" if padded else f"--exchange {exchange}"
+    in_blocks = engine == "transformers" or batched or (exchange and engine == "sglang")
+    if model.per_channel and in_blocks:
+        what = f"--exchange {exchange}" if exchange else f"--engine {engine}"
         raise UsageError(f"{what}: expected weights with a scale for each block, got each channel")
     # vLLM gives the first ranks one expert more if the experts cannot be shared evenly.
     locals_ = {-(-model.experts // split), model.experts // split}
     width = model.intermediate if expert_parallel else model.intermediate // ranks
-    widths = {width}
-    if padded:
-        firsts = (rank * width % BLOCK for rank in range(ranks // split))
-        widths = {-(-(first + width) // BLOCK) * BLOCK for first in firsts}
     # SGLang decides by the model and the GPU whether it runs the shared experts with the others.
     shared_counts = {0, model.shared} if engine == "sglang" and exchange is None else {0}
     for local in sorted(locals_):
-        for width in sorted(widths):
-            for shared in sorted(shared_counts):
-                yield call(
-                    model, engine, local, width, shared, split > 1, accurate,
-                    EXCHANGES[exchange] if exchange else None,
-                )  # fmt: skip
+        for shared in sorted(shared_counts):
+            yield call(
+                model, engine, local, width, shared, split > 1, accurate,
+                EXCHANGES[exchange] if exchange else None,
+            )  # fmt: skip
 
 
 def call(
@@ -317,14 +425,14 @@ def geometries_of(
     """List the kernels of these calls with any number of tokens.
 
     Raises:
-        UsageError: the kernels refuse a layer's sizes or its activation.
+        NotServed: the kernels refuse a layer's sizes or its activation.
     """
     listed: dict[Geometry, None] = {}
     for function, arguments, options in needed:
         try:
             layer, *_ = call_of(function, *arguments, **options)
         except ValueError as error:
-            raise UsageError(f"the layer is not served: {error}") from None
+            raise NotServed(f"the layer is not served: {without_hint(error)}") from None
         listed |= dict.fromkeys(list_geometries(layer, CHUNK_TOKENS, architecture, num_sms))
     return [*listed]
 
@@ -335,11 +443,13 @@ def geometries_of(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit status."""
     args = parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):  # paths may have letters that the locale lacks
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         return bake(args)
-    except UsageError as error:
+    except (NotServed, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, NotServed) else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -355,14 +465,14 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 all kernels are there, 1 something failed, 2 usage or environment",
     )
     cli.add_argument(
-        "--model", required=True, metavar="DIR_OR_NAME",
+        "--model", type=text, required=True, metavar="DIR_OR_NAME",
         help=f"a model's directory or its {CONFIG}, a name of the Hugging Face hub (if "
         f"huggingface_hub is installed), or one of {', '.join(MODELS)}",
     )  # fmt: skip
-    cli.add_argument("--engine", choices=ENGINES, default="vllm", help="default: vllm")
+    cli.add_argument("--engine", choices=ENGINES, default="vllm", help="(default: vllm)")
     cli.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N",
-        help="GPUs that share a layer; default: 1",
+        help="GPUs that share a layer (default: 1)",
     )  # fmt: skip
     cli.add_argument(
         "--expert-parallel", action="store_true",
@@ -370,7 +480,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     cli.add_argument(
         "--data-parallel", type=positive, default=1, metavar="N",
-        help="replicas that share the layers, in vLLM; default: 1",
+        help="replicas that share the layers, in vLLM (default: 1)",
     )  # fmt: skip
     cli.add_argument(
         "--exchange", choices=EXCHANGES,
@@ -378,17 +488,13 @@ def parser() -> argparse.ArgumentParser:
         "--data-parallel: allgather_reducescatter), SGLang's DeepEP mode",
     )  # fmt: skip
     cli.add_argument("--accurate", action="store_true", help="two FP8 terms between the GEMMs")
-    cli.add_argument(
-        "--pad-shard", action="store_true",
-        help="shards are widened by moe_fp8.pad_shard, in code of your own; no plugin does that",
-    )  # fmt: skip
     cli.add_argument("--gpu", choices=GPUS, required=True, help="the kind of GPU, in its SXM form")
     cli.add_argument(
         "--multiprocessors", type=positive, metavar="N",
         help="multiprocessors of a GPU that has others, such as an H100 PCIe's 114",
     )  # fmt: skip
     cli.add_argument(
-        "--output", type=Path, required=True, metavar="DIR",
+        "--output", type=lambda path: Path(text(path)), required=True, metavar="DIR",
         help="the cache directory; kernels that it has are left alone",
     )  # fmt: skip
     return cli
@@ -399,6 +505,12 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}: expected at least 1")
     return number
+
+
+def text(option: str) -> str:
+    if not option:
+        raise argparse.ArgumentTypeError("expected a name or a path")
+    return option
 
 
 def bake(args: argparse.Namespace) -> int:
@@ -413,7 +525,7 @@ def bake(args: argparse.Namespace) -> int:
         raise UsageError(f"--data-parallel {args.data_parallel}: expected --engine vllm")
     asked = calls(
         model, args.engine, args.tensor_parallel, args.expert_parallel, args.data_parallel,
-        exchange, args.accurate, args.pad_shard,
+        exchange, args.accurate,
     )  # fmt: skip
     architecture, num_sms = GPUS[args.gpu]
     needed = geometries_of([*asked], architecture, args.multiprocessors or num_sms)
@@ -432,13 +544,15 @@ def bake(args: argparse.Namespace) -> int:
         with cache.lock("prepare"):
             pass
     except OSError as error:
-        raise UsageError(f"--output {args.output}: {error}") from None
-    before, start = len(missing(needed)), time.monotonic()
+        why = f"{error.filename}: {error.strerror}"
+        raise UsageError(f"--output {args.output}: {why}") from None
+    print(f"{'model':9} {model.read}", flush=True)
+    start = time.monotonic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # a kernel that cannot be stored
-            compile_all(needed)
-    except Exception as error:  # of the compiler
+            compiled = compile_all(needed)
+    except Exception as error:  # of the compiler, or a full disk
         print(f"error: {in_words(error)}", file=sys.stderr)
         return 1
     seconds = time.monotonic() - start
@@ -451,7 +565,7 @@ def bake(args: argparse.Namespace) -> int:
     toolkit: Any = getattr(cutlass, "CUDA_VERSION", None)
     machine = [keys[0]["host"], keys[0]["versions"]]
     rows = {
-        "kernels": f"{len(needed)}, {before} compiled in {seconds:.0f} s",
+        "kernels": f"{len(needed)}, {compiled} compiled in {seconds:.0f} s",
         "size": f"{size / 2**20:.1f} MiB",
         "layers": "; ".join(dict.fromkeys(layers_of(shape) for shape, *_ in needed)),
         "GPU": f"{args.gpu}, {needed[0][4]}, {needed[0][3]} multiprocessors",

@@ -190,8 +190,14 @@ def why_refused(
         swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
         MoeShape(experts, local, hidden, intermediate, 1, 1, top_k, "given", swiglu)
     except ValueError as error:
-        return str(error)
+        return without_hint(error)
     return ""
+
+
+def without_hint(error: ValueError) -> str:
+    """Return an error of `MoeShape` without its advice for callers of `experts`: an engine's user
+    cannot follow it."""
+    return str(error).partition(";")[0]
 
 
 def describe_layers(experts: int, local: int, hidden: int, intermediate: int, top_k: int) -> str:

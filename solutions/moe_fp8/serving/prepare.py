@@ -11,12 +11,14 @@ disk.
 
 import bisect
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -27,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from ..api import call_of
-from ..cache import KernelCache, cache_dir
+from ..cache import NOT_KEPT, KernelCache, cache_dir
 from ..call import CHUNK_TOKENS, LARGEST_OFFSET, BatchedInputs, Inputs, MoeInputs, some_tokens
 from ..kernels import architectures
 from ..layer import FusedLayer, make_call
@@ -45,6 +47,8 @@ main()
 """
 """The program of `in_processes`. It imports nothing from the working directory, and this package
 from its file: the directory may have another name than the package."""
+PR_SET_PDEATHSIG = 1
+"""Linux's option of `prctl`: the signal that a process gets when the one that started it ends."""
 Geometry = tuple[Any, ...]
 """The arguments of `compile_fused`: they decide a kernel."""
 
@@ -178,37 +182,40 @@ def in_processes(geometries: Sequence[Geometry]) -> None:
     # A new process imports the compiler once and forks. This process may use CUDA, so it must not.
     subprocess.run(
         [sys.executable, "-c", MAIN],
-        input=pickle.dumps(geometries),
+        input=pickle.dumps((os.getpid(), geometries)),
         stdout=subprocess.DEVNULL,
     )
 
 
 def main() -> None:
-    """Compile the kernels that `in_processes` sends."""
-    geometries = pickle.load(sys.stdin.buffer)
+    """Compile the kernels that `in_processes` sends, until one cannot be stored."""
+    parent, geometries = pickle.load(sys.stdin.buffer)
+    end_with(parent)
     from ..kernels import fused  # noqa: F401  # once, before the workers fork
 
     forks = multiprocessing.get_context("fork")
     workers = min(cores(), len(geometries))
-    with ProcessPoolExecutor(workers, forks, initializer=end_with_parent) as pool:
-        compilations = pool.map(compile_one, geometries)
-        for _ in tqdm(compilations, "moe_fp8: compiling kernels", len(geometries), unit="kernel"):
-            pass
+    try:
+        with ProcessPoolExecutor(workers, forks, end_with, (os.getpid(),)) as pool:
+            done = pool.map(compile_one, geometries)
+            for _ in tqdm(done, "moe_fp8: compiling kernels", len(geometries), unit="kernel"):
+                pass
+    except RuntimeWarning as error:
+        sys.exit(f"moe_fp8: {error}")
 
 
-def end_with_parent() -> None:
-    """End a worker when its pool's process is killed. It would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
+def end_with(parent: int) -> None:
+    """Let Linux kill this process when `parent`, which started it, ends. A thread of its own would
+    end it late: the compiler holds Python's lock for seconds."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
         os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def compile_one(geometry: Geometry) -> None:
+    """Compile a kernel in a worker. Raises RuntimeWarning: it cannot be stored."""
     from ..kernels.fused import compile_fused
 
-    compile_fused(*geometry)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", NOT_KEPT, RuntimeWarning)
+        compile_fused(*geometry)
