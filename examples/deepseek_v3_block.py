@@ -1,15 +1,20 @@
 """The routed experts of a Hugging Face DeepSeek-V3 layer, computed by the fused FP8 layer.
 
-    python3 examples/deepseek_v3_block.py
+    python3 examples/deepseek_v3_block.py       # exit status 1 if the outputs differ too much
 
 `Fp8Layer` replaces any module with the names of transformers 4's `DeepseekV3MoE`: `gate.weight`,
 `gate.e_score_correction_bias`, `shared_experts`, and for every expert `gate_proj`, `up_proj` and
 `down_proj`. The example makes such a block at a reduced size, so nothing is downloaded.
 """
 
+import sys
+
 import torch
 from moe_layer import Fp8MoE
 from torch import nn
+
+LEAST_COSINE = 0.997
+"""The bound of the similarity to the unquantised block."""
 
 
 class Mlp(nn.Module):
@@ -120,6 +125,8 @@ def main() -> None:
             (got - x).float().flatten(), (wanted - x).float().flatten(), dim=0
         )
         print(f"accurate={accurate}: cosine of the block without its residual {similarity:.6f}")
+        if not similarity > LEAST_COSINE:  # also true for NaN
+            sys.exit(f"expected at least {LEAST_COSINE}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch
 from deepseek import output_of, v5
-from markers import backends
+from markers import backends, more
 from moe_fp8 import api
 from moe_fp8.api import fused_moe
 from moe_fp8.call import DEEPSEEK_V3, Form, MoeInputs
@@ -155,8 +155,7 @@ def test_the_module_of_the_examples_keeps_the_bias_as_it_is(monkeypatch):
     assert torch.equal(layer(x), fused_moe(logits, bias, q, scale, *weights, **options))
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("name", ["moe_layer", "deepseek_v3_block"])
+@pytest.mark.parametrize("name", [*more("moe_layer"), "deepseek_v3_block"])
 def test_examples(name):
     done = subprocess.run(
         [sys.executable, f"examples/{name}.py"], cwd=ROOT, capture_output=True, text=True,
@@ -166,6 +165,22 @@ def test_examples(name):
     cosines = [float(x) for x in re.findall(r"\d\.\d{6}", done.stdout)]
     assert len(cosines) == 2 and min(cosines) > 0.997
     assert "False" not in done.stdout.replace("accurate=False", "")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda layer, x: layer.routed(x),  # without the shared experts
+        lambda layer, x: layer.shared_experts(x),
+        lambda layer, x: (layer.routed(x) + layer.shared_experts(x)).fill_(torch.nan),
+    ],
+)
+def test_the_example_of_a_block_fails_where_its_output_is_another(wrong, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    block = import_module("deepseek_v3_block")
+    monkeypatch.setattr(block.Fp8Layer, "forward", wrong)
+    with pytest.raises(SystemExit, match="^expected at least 0.997"):
+        block.main()
 
 
 def test_the_package_offers_the_functions_and_imports_them_late():

@@ -1,13 +1,15 @@
 """The layer over several ranks: on the CPU with gloo and the reference model at a reduced size, on
 GPUs at the true geometry."""
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,8 +35,10 @@ LOCAL, HIDDEN = SHAPE.num_local_experts, SHAPE.hidden_size
 TENSORS = MoeInputs._fields[:8]
 
 
-def run(*arguments: str, more_path: str = "") -> subprocess.CompletedProcess:
-    program = [sys.executable, "examples/expert_parallel.py", "--check", "--cpu", *arguments]
+def run(
+    *arguments: str, more_path: str = "", by: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
+    program = [sys.executable, *by, "examples/expert_parallel.py", "--check", "--cpu", *arguments]
     path = f"{ROOT / 'solutions'}:{ROOT}:{more_path}"
     env = {"PYTHONPATH": path, "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=1800, env=env)
@@ -55,6 +59,49 @@ def test_the_ranks_together_are_one_that_has_all_experts(ranks, options):
     assert all(0 < float(diff) < 1e-5 for diff in diffs.values())
     exchange = "gloo, DeepEP" if "--deep-ep" in options else "gloo"
     assert f"{ranks} ranks (CPU, reference model, {exchange})" in done.stdout
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def test_torchrun_s_ranks_are_the_ranks():
+    """Each line once, as of one program."""
+    done = run("--tokens", "1", "9", by=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    header, *lines = done.stdout.splitlines()
+    assert header == "2 ranks (CPU, reference model, gloo), 16 experts"
+    assert [line.split(" tokens a rank, calc_diff to ")[0] for line in lines] == ["1", "9"]
+
+
+def test_torchrun_s_ranks_are_not_others():
+    done = run("--ranks", "4", by=TORCHRUN)
+    assert done.returncode == 1 and "--ranks 4: torchrun has started 2\n" in done.stderr
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), None])
+def test_the_example_fails_where_its_output_is_another(value, monkeypatch):
+    """This process is the one rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    for name, number in names.items():
+        monkeypatch.setenv(name, str(number))
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    example: Any = importlib.import_module("expert_parallel")
+    monkeypatch.setattr(sys, "argv", ["expert_parallel.py", "--check", "--cpu", "--tokens", "3"])
+    if value is not None:
+        layer = example.expert_parallel_moe
+
+        def another(*arguments: Any, **options: Any) -> torch.Tensor:
+            return layer(*arguments, **options).fill_(value)
+
+        monkeypatch.setattr(example, "expert_parallel_moe", another)
+    with pytest.raises(SystemExit) if value is not None else contextlib.nullcontext():
+        example.main()
+    assert not dist.is_initialized()
 
 
 def test_ranks_that_do_not_divide_the_experts():
@@ -417,6 +464,7 @@ def test_two_ranks_are_one_that_has_all_experts(options):
         [*program, "--tokens", "1", "128", *options], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ms (in a graph ") == 2 * ("--deep-ep" not in options)
 
 
 @backends("gpu")
