@@ -33,6 +33,8 @@ from scripts.common.program import (
     RUNS_DIR,
     Failure,
     UsageError,
+    input_path,
+    output_path,
     parser,
     run_main,
     say,
@@ -201,10 +203,11 @@ def _line(content: Any, indent: int | None = None) -> bytes:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    text = "solutions, also short (fused), * allowed; all, with --to all that have traces"
+    text = "solutions, also short (fused), * allowed (default: all, with --to all that have traces)"
     add("names", nargs="*", metavar="NAME", help=text)
     options.definition(arguments)
-    add("--output", type=Path, metavar="DIR", help="directory of the JSON files (solutions/...)")
+    text = "directory of the JSON files (default: their places below solutions/)"
+    add("--output", type=output_path, metavar="DIR", help=text)
     add("--list", action="store_true", help="only list the solutions and their files")
     group = arguments.add_argument_group("an export")
     group.add_argument("--to", choices=FORMS, help="its form; --output names a new directory")
@@ -212,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "take the latest run of bench (runs/) or record (results/) on this GPU: H200"
     source.add_argument("--gpu", metavar="NAME", help=text)
     text = "take this run or record"
-    source.add_argument("--results", type=Path, metavar="RUN", help=text)
+    source.add_argument("--results", type=input_path, metavar="RUN", help=text)
     text = "take traces of all sources"
     group.add_argument("--other-sources", action="store_true", help=text)
     text = "with `apply`, export the fastest solution of each T; bits depend on T then"

@@ -408,6 +408,8 @@ def test_help_names_every_default(name: str, monkeypatch) -> None:
         ("report", [""], "argument RUN: '' is no path"),
         ("measure", ["times", "--run", "/absent"], "argument --run: /absent is no directory"),
         ("pack", ["absent"], "no solution absent; there are: "),
+        ("pack", ["--output", ""], "argument --output: '' is no path"),
+        ("pack", ["--output", "/dev/null/x"], "argument --output: /dev/null is no directory"),
         ("measure", [], "the following arguments are required: what"),
         ("measure", ["sweep", "--tokens", "0"], "--tokens: '0' is no whole number"),
     ],
