@@ -3,7 +3,6 @@
 import email
 import os
 import re
-import shutil
 import site
 import subprocess
 import sys
@@ -16,14 +15,13 @@ import bruteforce
 import cutlass
 import pytest
 import torch
+from clone import copy_files
 from moe_fp8 import experts, fused_moe
 from moe_fp8.call import MoeShape
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "solutions" / "moe_fp8"
 pytestmark = pytest.mark.xdist_group("wheel")  # it is built once
-ABSENT = ".*", "*.egg-info", "__pycache__", "blob", "build", "reports", "results", "runs", "traces"
-"""Files that a fresh clone does not have, or that no build reads."""
 SHAPE = MoeShape(hidden_size=256, intermediate_size=128)
 
 CALLS = """
@@ -39,7 +37,7 @@ torch.save(outputs, "outputs.pt")
 def built(tmp_path_factory) -> Path:
     """A folder with both, built from a copy: a build writes beside the sources."""
     folder = tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, folder / "clone", ignore=shutil.ignore_patterns(*ABSENT))
+    copy_files(folder / "clone")
     # What builds is one of the extras: without isolation nothing is fetched.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, "clone"]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)

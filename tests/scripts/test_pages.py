@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from clone import PAGES
 
 import run
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MADE = ("blob/", "runs/", "traces/", "solutions/moe-fp8-cutedsl/", "solutions/baseline/", ".venv")
 """Made by the programs; not part of a clone."""
 FOLDERS = ("", "docs", "docs/notes", "solutions/moe_fp8", "solutions/moe_fp8/kernels", "tests")

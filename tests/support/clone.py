@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scripts.common.program import ROOT
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
 OTHERS = (
     ".*",
     "*.egg-info",
@@ -42,19 +42,24 @@ def section() -> str:
     return text.split("\n## With flashinfer-bench\n")[1].split("\n## ")[0]
 
 
+def copy_files(root: Path) -> None:
+    """Copy the files of this repository."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():  # not removed since the last commit
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+    if not listed:  # no git
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*OTHERS))
+
+
 class Clone:
     """Its directory, and a shell in it."""
 
     def __init__(self, place: Path):
         self.place, self.root = place, place / "clone"
-        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True).stdout
-        for name in filter(None, listed.split("\0")):
-            if (ROOT / name).is_file():  # not removed since the last commit
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, self.root / name)
-        if not listed:  # no git
-            shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*OTHERS))
+        copy_files(self.root)
         for name, arguments in SHIMS.items():
             shim = place / "bin" / name
             shim.parent.mkdir(exist_ok=True)
