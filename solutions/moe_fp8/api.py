@@ -150,7 +150,8 @@ def fused_moe(
         gate_first: rows of gate lie above those of up in `gemm1_weights` and their scales, as
             checkpoints have them. Costs nothing, changes no bit.
         accurate: two FP8 terms between the GEMMs instead of one: calc_diff to the layer in float32
-            1e-6 instead of 3e-4; see `v6_fused_hifi` for the cost.
+            1e-6 instead of 3e-4 on the same FP8 tokens and weights, 1.8e-3 instead of 2.0e-3 on
+            unrounded ones; see `v6_fused_hifi` for the cost.
         swiglu_limit: positive; gate is clamped to at most the limit and up to -limit ... limit; a
             NaN stays a NaN. None is no limit.
         swiglu_alpha: an expert's activation is `gate * sigmoid(alpha * gate) * (up + beta)`.
@@ -467,8 +468,12 @@ def _is_traced(first: Any, x: Any) -> bool:
     )
 
 
-def refuse_gradients(inputs: Inputs, out: torch.Tensor | None) -> None:
-    """Raise a ValueError for a tensor that requires a derivative: the layer has none."""
+def refuse_gradients(
+    inputs: Inputs,
+    out: torch.Tensor | None,
+    why: str = "the layer has none; .detach() it, or call the layer under torch.no_grad()",
+) -> None:
+    """Raise a ValueError for a tensor that requires a derivative."""
     forward, backward = forward_ad._current_level >= 0, torch.is_grad_enabled()
     if not (forward or backward):
         return
@@ -481,10 +486,7 @@ def refuse_gradients(inputs: Inputs, out: torch.Tensor | None) -> None:
             got = "one with a tangent"
         else:
             continue
-        raise ValueError(
-            f"{name}: expected a tensor without derivative, got {got} (the layer has none; "
-            ".detach() it, or call the layer under torch.no_grad())"
-        )
+        raise ValueError(f"{name}: expected a tensor without derivative, got {got} ({why})")
 
 
 # --- layers -------------------------------------------------------------------------------------

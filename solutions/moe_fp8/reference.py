@@ -442,6 +442,7 @@ def quantise_rows(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Tensor, t
     return _rounded(blocks, scale.unsqueeze(-1)).view(tokens, hidden).contiguous(), by_block
 
 
+@torch.no_grad()
 def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per block of 128 x 128.
 
@@ -451,7 +452,8 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         w: `[..., N, K]` of any floating-point type.
 
     Returns:
-        `[..., N, K]` float8_e4m3fn and `[..., N/128, K/128]` float32.
+        `[..., N, K]` float8_e4m3fn and `[..., N/128, K/128]` float32. Neither
+        requires a gradient: `differentiable_experts` gives it to the master weights.
 
     Raises:
         ValueError: w has fewer than two dimensions or another type, or N or K is no multiple of
@@ -468,6 +470,7 @@ def quantise_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.view(w.shape).contiguous(), scale.contiguous()
 
 
+@torch.no_grad()
 def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per row, an output channel.
 
@@ -477,7 +480,8 @@ def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         w: `[..., N, K]` of any floating-point type.
 
     Returns:
-        `[..., N, K]` float8_e4m3fn and `[..., N]` float32.
+        `[..., N, K]` float8_e4m3fn and `[..., N]` float32. Neither requires a gradient, as
+        in `quantise_blocks`.
 
     Raises:
         ValueError: w has fewer than two dimensions, no columns or another type.
@@ -492,6 +496,7 @@ def quantise_channels(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return matrices of FP8 values `[..., N, K]` in float32, with scales of blocks or of rows: of
     shape `[..., N/128, K/128]`, or `[..., N]` or `[..., N, 1]`."""
+    scale = scale.float()  # torch does not multiply by e8m0
     if scale.dim() < values.dim():
         scale = scale.unsqueeze(-1)
     if scale.shape[-2] == values.shape[-2]:

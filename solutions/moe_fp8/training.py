@@ -81,7 +81,8 @@ def differentiable_experts(
     if isinstance(w13, PackedWeights) or isinstance(w2, PackedWeights):
         raise ValueError("w13, w2: expected FP8 tensors, got PackedWeights (they have no gradient)")
     # `topk_weights` and `x` may require gradients. Check the others, with ids in their places.
-    refuse_gradients(inputs._replace(topk_weights=topk_ids, x=topk_ids), None)
+    others, why = inputs._replace(topk_weights=topk_ids, x=topk_ids), "master_w13 and master_w2 get"
+    refuse_gradients(others, None, f"{why} the gradients of the weights; .detach() it")
     for name, master, weights in (("master_w13", master_w13, w13), ("master_w2", master_w2, w2)):
         if master is None or not isinstance(weights, torch.Tensor):  # `experts` names the weights
             continue
@@ -102,12 +103,14 @@ class _Experts(torch.autograd.Function):
         ids, weights, x, _, w13, w13_scale, w2, w2_scale, offset, expert_map = values
         ctx.save_for_backward(ids, weights, x, w13, w13_scale, w2, w2_scale, expert_map)
         ctx.master_dtypes = [None if m is None else m.dtype for m in (master_w13, master_w2)]
-        ctx.offset, ctx.options = offset, options
-        return experts(
+        out = experts(
             ids, weights, x, w13, w13_scale, w2, w2_scale,
             expert_map=expert_map, local_expert_offset=offset, num_experts=num_experts,
             **options._asdict(),
         )  # fmt: skip
+        # The offset may be a CPU tensor, which the caller may change before the backward pass.
+        ctx.offset, ctx.options = int(offset), options
+        return out
 
     @staticmethod
     @once_differentiable

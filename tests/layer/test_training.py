@@ -26,6 +26,14 @@ TOKENS, LOCAL, HIDDEN, WIDTH, TOP_K = 37, 3, 384, 128, 4
 WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")
 NAMES = ("x", "topk_weights", "master_w13", "master_w2")
 """The tensors that get gradients, as `Dense` takes them."""
+
+
+def exponents(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise with scales that are exponents alone."""
+    values, scale = quantise_blocks(w)
+    return values, scale.to(torch.float8_e8m0fnu)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "one term": {},
     "accurate": {"accurate": True},
@@ -33,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "up first, ue8m0": {"gate_first": False, "ue8m0": True},
     "offset": {"local_expert_offset": 2, "num_experts": 9},
     "channels": {"quantise": quantise_channels},
+    "e8m0": {"quantise": exponents},
     "map": {"expert_map": torch.tensor([2, -1, 0, 1, -1, 0], dtype=torch.int32)},
 }
 
@@ -81,11 +90,10 @@ def outputs(arguments: dict[str, Any], d_out: torch.Tensor) -> dict[str, torch.T
 
 
 def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scale = scale.float().double()
     if scale.dim() == 2:  # of channels
-        return values.double() * scale.double().unsqueeze(-1)
-    return values.double() * scale.double().repeat_interleave(BLOCK, -2).repeat_interleave(
-        BLOCK, -1
-    )
+        return values.double() * scale.unsqueeze(-1)
+    return values.double() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
 
 
 class Dense:
@@ -131,6 +139,41 @@ def test_bits_of_experts_and_gradients_of_float64(options, backend):
         assert calc_diff(results[name], leaf.grad) < (1e-4 if options != "clamped" else 3e-3), name
     again = backend.run(outputs, arguments, d_out)
     assert all(torch.equal(results[name], again[name]) for name in results)
+
+
+@pytest.mark.parametrize("quantise", [quantise_blocks, quantise_channels])
+def test_parameters_get_the_gradients_of_what_is_quantised_of_them(quantise):
+    arguments = call()
+    w13, w2 = masters = [torch.nn.Parameter(arguments[f"master_{name}"]) for name in ("w13", "w2")]
+    quantised = dict(zip(WEIGHTS, (*quantise(w13), *quantise(w2)), strict=True))
+    d_out = torch.randn(TOKENS, HIDDEN).bfloat16()
+    whole = outputs(arguments | quantised, d_out)
+    out = differentiable_experts(**arguments | quantised | {"master_w13": w13, "master_w2": w2})
+    out.backward(d_out)
+    for master, name in zip(masters, NAMES[2:], strict=True):
+        assert master.grad is not None and master.grad.any()
+        assert torch.equal(master.grad, whole[name])
+
+
+def test_tokens_that_lose_their_gradient_are_refused():
+    """Tokens have no masters: the layer refuses to drop their gradient."""
+    arguments = call()
+    x, x_scale = quantise_rows(arguments["x"].requires_grad_())
+    served = {k: v for k, v in arguments.items() if not k.startswith("master")}
+    with pytest.raises(ValueError, match="^x: expected a tensor without derivative"):
+        experts(**served | {"x": x, "x_scale": x_scale})
+
+
+def test_an_offset_that_changes_before_the_backward_pass():
+    options = OPTIONS["offset"]
+    arguments, offset = call(**options), torch.tensor(options["local_expert_offset"])
+    d_out = torch.randn(TOKENS, HIDDEN).bfloat16()
+    leaves = {name: arguments[name].detach().requires_grad_() for name in NAMES}
+    out = differentiable_experts(**arguments | leaves | {"local_expert_offset": offset})
+    offset += 1
+    out.backward(d_out)
+    for name, expected in outputs(arguments, d_out).items():
+        assert torch.equal(out if name == "out" else leaves[name].grad, expected), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -207,7 +250,7 @@ REFUSED = {
               r"^master_w13: expected .* \[3, 256, 384\] on cpu, got .* \[3, 384, 256\] on cpu"),
     "array": ({"master_w13": [1.0]}, ValueError, "^master_w13: expected .* got list"),
     "scale": ({"w2_scale": torch.ones(LOCAL, 3, 1, requires_grad=True)}, ValueError,
-              "^w2_scale: expected a tensor without derivative"),
+              "^w2_scale: expected a tensor without derivative.*master_w13 and master_w2 get"),
     "weights": ({"w13": None}, ValueError, "^w13: expected"),
     "out": ({"out": torch.zeros(TOKENS, HIDDEN).bfloat16()}, TypeError, "argument 'out'"),
     "x_scale": ({"x_scale": None}, TypeError, "argument 'x_scale'"),

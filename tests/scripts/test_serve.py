@@ -546,10 +546,10 @@ def experts_of(tokens: int = 9) -> tuple[tuple[torch.Tensor, ...], dict[str, Any
     return (ids, random(tokens, 3).abs(), random(tokens, 256).bfloat16(), *weights), {}
 
 
-KINDS = "plain", "offset", "map", "no ids", "up first", "fp8", "clamped", "ue8m0", "per channel"
+KINDS = "plain", "offset", "map", "fp8", "clamped", "ue8m0", "e8m0"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "no ids", "up first", "per channel"])
 def test_the_layer_in_float32(kind):
     arguments, options = experts_of()
     if kind == "offset":
@@ -567,6 +567,9 @@ def test_the_layer_in_float32(kind):
         options |= {"swiglu_limit": 12.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
     elif kind == "ue8m0":
         options["ue8m0"] = True
+    elif kind == "e8m0":
+        exponents = [arguments[place].to(torch.float8_e8m0fnu) for place in (4, 6)]
+        arguments = (*arguments[:4], exponents[0], arguments[5], exponents[1])
     elif kind == "per channel":
         *tokens, w13, _, w2, _ = arguments
         arguments = (*tokens, w13, torch.rand(4, 256, 1), w2, torch.rand(4, 256, 1))
