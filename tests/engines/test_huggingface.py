@@ -1,14 +1,14 @@
 """Transformers' FP8 experts by the fused layer: values, sentinels, whole models, and refusals."""
 
-import importlib
 import json
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from documented import run_page
 from installed import engine
 from moe_fp8 import experts as own_experts
 from moe_fp8.kernels.architectures import GPUS
@@ -147,17 +147,17 @@ def test_a_model_answers_as_in_bfloat16():
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99
 
 
-def laid_out(folder: Path, kernels: ModuleType) -> Path:
-    """Run the commands of docs/engines.md for the CPU; return the kernel's repository."""
+def laid_out(folder: Path, known: dict[str, Any]) -> Path:
+    """Run the commands of docs/engines.md for the CPU; return the kernel's repository. `known` has
+    the dependencies that the library knows."""
     (commands,) = re.findall(
         r"```sh\n(.*?)```", (ROOT / "docs/engines.md").read_text("utf-8"), re.S
     )
-    of_a_gpu = json.loads(commands.split("EOF\n")[1].replace("$backend", "cuda"))
-    known = json.loads((Path(kernels.__file__).parent / "python_depends.json").read_text("utf-8"))
-    assert {*of_a_gpu["python-depends"]} <= {*known["general"], *known["backends"]["cuda"]}
-    for old, new in (("cuda", "cpu"), (', "nvidia-cutlass-dsl"', ""), ("/tmp", str(folder))):
-        assert old in commands
-        commands = commands.replace(old, new)
+    ((usual, depends, for_the_cpu),) = re.findall(
+        r"^(backend=cuda depends='(.+)')  # .*: (backend=.*)$", commands, re.M
+    )
+    assert {*json.loads(f"[{depends}]")} <= {*known["general"], *known["backends"]["cuda"]}
+    commands = commands.replace(usual, for_the_cpu).replace("/tmp", str(folder))
     subprocess.run(["sh", "-e", "-c", commands], check=True, cwd=ROOT)
     return folder / "moe-fp8"
 
@@ -168,10 +168,8 @@ def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypat
     if not kernels.__file__:  # a folder of that name, such as tests/kernels
         pytest.skip("the library is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    repository = laid_out(tmp_path, kernels)
-    kernel = kernels.get_local_kernel(repository)
-    monkeypatch.setenv("LOCAL_KERNELS", f"owner/moe-fp8={repository}")
-    assert kernels.get_kernel("owner/moe-fp8", version=0) is kernel
+    known = (Path(kernels.__file__).parent / "python_depends.json").read_text("utf-8")
+    repository = laid_out(tmp_path, json.loads(known))
     torch.manual_seed(0)
     model = with_fp8_experts(Qwen3MoeForCausalLM(config()).bfloat16().eval())
     prompt = torch.randint(1, 512, (2, 33))
@@ -179,11 +177,13 @@ def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypat
     with torch.no_grad():
         model.set_experts_implementation("moe_fp8")
         expected = model(prompt).logits
-        importlib.import_module(f"{kernel.__name__}.serving.huggingface")
+        place = "/tmp", str(tmp_path)
+        names = run_page("docs/engines.md", "In Hugging Face Transformers", place, model=model)
         loaded = huggingface.ALL_FP8_EXPERTS_FUNCTIONS["moe_fp8"]
         assert loaded.func.__module__ == "_moe_fp8_cpu.serving.huggingface"
-        model.set_experts_implementation("moe_fp8")
         assert torch.equal(model(prompt).logits, expected)
+    monkeypatch.setenv("LOCAL_KERNELS", f"owner/moe-fp8={repository}")
+    assert kernels.get_kernel("owner/moe-fp8", version=0) is names["kernel"]
     for name in huggingface.NAMES:
         huggingface.ALL_FP8_EXPERTS_FUNCTIONS.register(name, registered[name])
 

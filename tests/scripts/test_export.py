@@ -18,6 +18,7 @@ import programs
 import pytest
 import small_record
 import torch
+from documented import run_page
 from flashinfer_bench import ApplyConfig, apply, disable_apply, enable_apply
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.compile import BuilderRegistry
@@ -409,6 +410,14 @@ def test_a_call_runs_the_fastest_solution_for_its_tokens(data_set, cache, built)
 
         assert torch.equal(layer(*inputs), returned)
         assert built == [FUSED] * 4
+
+
+def test_the_example_of_the_page(data_set, cache, built) -> None:
+    values, expected = arguments()
+    inputs, place = tuple(values.values())[:-1], ("/tmp/apply", str(data_set))
+    names = run_page("docs/dataset.md", "For flashinfer_bench.apply", place, inputs=inputs)
+    torch.testing.assert_close(names["output"].float(), expected, rtol=0.05, atol=0)
+    assert built[-2:] == [FUSED] * 2
 
 
 def test_other_token_counts_are_the_fallbacks_or_the_most_frequent_winners(
