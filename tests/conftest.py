@@ -252,13 +252,9 @@ def arrangement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("FIB_CACHE_PATH", str(cache))
     elif backend == "emulator":
         import on_disk
-        from moe_fp8.kernels import architectures
 
         request.getfixturevalue("emulator")
         on_disk.use(monkeypatch)
-        monkeypatch.setattr(architectures, "has_kernels", lambda device: True)
-        monkeypatch.setattr(architectures, "of_device", lambda device: architectures.HOPPER)
-        monkeypatch.setattr(architectures, "num_sms", lambda device: 4)
     else:
         torch.cuda.empty_cache()  # the processes of pytest-xdist share the GPU's memory
 

@@ -2,7 +2,7 @@
 
 from .build import BuildError, NoCompiler
 from .engine import MODES, EmulationError, Options, Report, in_flight, options, reports, run_ptx
-from .host import install
+from .host import install, is_installed
 from .memory import register_tensor
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Report",
     "in_flight",
     "install",
+    "is_installed",
     "options",
     "register_tensor",
     "reports",

@@ -1,4 +1,8 @@
-"""Runs a CuTe DSL script on the emulator: python -m ptxemu [options] script.py [arguments]."""
+"""Runs a CuTe DSL script on the emulator: python -m ptxemu [options] script.py [arguments].
+
+Exit status: 0 if kernels ran without a hazard, 3 if there are hazards, 1 if no kernel ran or the
+emulator reports an error; else the script's.
+"""
 
 import argparse
 import runpy
@@ -9,6 +13,8 @@ import torch
 
 import ptxemu
 from ptxemu import noise
+
+FAILED, HAZARDS = 1, 3
 
 
 def report_differences() -> None:
@@ -29,8 +35,37 @@ def report_differences() -> None:
     torch.testing.assert_close = patched
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m ptxemu", description=__doc__)
+def run(script: str) -> int:
+    """Run a script as the main program. Return its exit status."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+            return FAILED
+        return end.code or 0
+    return 0
+
+
+def report() -> int:
+    """Print the launches and their hazards. Return the exit status that they call for."""
+    hazards = [report for report in ptxemu.reports if report.hazards]
+    count = sum(len(report.hazards) for report in hazards)
+    print(f"ptxemu: {len(ptxemu.reports)} launches, {count} hazards", file=sys.stderr)
+    print("ptxemu:", noise.how_to_repeat(), file=sys.stderr)
+    for each in hazards:
+        print("ptxemu:", each, file=sys.stderr)
+    if not ptxemu.reports:
+        print("ptxemu: error: the script launched no kernel", file=sys.stderr)
+        return FAILED
+    return HAZARDS if hazards else 0
+
+
+def main() -> int:
+    summary, _, statuses = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m ptxemu", description=summary, epilog=statuses.strip()
+    )
     arch = "architecture to compile for if the script names none (sm_90a)"
     parser.add_argument("--arch", default="sm_90a", help=arch)
     parser.add_argument("--mode", default="eager", choices=ptxemu.MODES)
@@ -47,21 +82,18 @@ def main() -> None:
     try:
         ptxemu.install(arguments.arch)
     except (ptxemu.NoCompiler, ptxemu.BuildError) as error:
-        parser.exit(1, f"error: {error}\n")
+        parser.exit(FAILED, f"error: {error}\n")
     if arguments.verbose:
         report_differences()
     sys.argv = [arguments.script, *arguments.args]
     sys.path.insert(0, str(Path(arguments.script).resolve().parent))
+    status = verdict = FAILED
     try:
-        runpy.run_path(arguments.script, run_name="__main__")
+        status = run(arguments.script)
     finally:
-        hazards = [report for report in ptxemu.reports if report.hazards]
-        count = sum(len(report.hazards) for report in hazards)
-        print(f"ptxemu: {len(ptxemu.reports)} launches, {count} hazards", file=sys.stderr)
-        print("ptxemu:", noise.how_to_repeat(), file=sys.stderr)
-        for report in hazards:
-            print("ptxemu:", report, file=sys.stderr)
+        verdict = report()
+    return status or verdict
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

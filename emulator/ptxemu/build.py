@@ -89,6 +89,14 @@ def _digest(compiler: str | None) -> str:
     return digest.hexdigest()[:16]
 
 
+def modules_digest() -> str:
+    """Return a digest of the Python modules, which write what `host` stores and loads."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def _processor() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
         return next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")

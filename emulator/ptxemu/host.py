@@ -87,7 +87,8 @@ def _on_load(image: int) -> int:
     digest = hashlib.sha1(ctypes.string_at(image, header + size)).hexdigest()
     if digest not in _ptx_of_image:
         raise EmulationError(
-            "no PTX is known for this device image; call ptxemu.install() before importing cutlass"
+            "no PTX is known for this device image: compile it, or export it, after "
+            "ptxemu.install(), which comes before cutlass is imported"
         )
     return _handle_of(_ptx_of_image[digest])
 
@@ -212,33 +213,46 @@ def _taking_cpu_tensors(function: Callable) -> Callable:
 
 # --- compiled functions on disk -----------------------------------------------------------------
 
-OBJECT, PTX, IMAGES = "function.o", "kernels.ptx", "images.json"
-ENTRY_POINT = "launch"
-_modules: list[Any] = []
-"""Loaded modules: the code of a function lives as long as its module."""
+KEPT, PTX, IMAGES = ".ptxemu", "kernels.ptx", "images.json"
+"""Ending of the file with an exported function's PTX, beside the object file, and its members."""
 
 
-def export(function: Any, path: Path) -> None:
-    """Write a function compiled with TVM-FFI, and its PTX, into one file for `load`."""
-    with tempfile.TemporaryDirectory() as directory:
-        code = Path(directory) / OBJECT
-        function.export_to_c(str(code), function_name=ENTRY_POINT)
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-            file.write(code, OBJECT)
-            file.writestr(PTX, function.artifacts.PTX)
-            file.writestr(IMAGES, json.dumps(_images(function)))
+def _keeping_ptx(export: Callable) -> Callable:
+    """Return the DSL's `export_to_c`, which also writes the PTX for `_finding_ptx`."""
+
+    @functools.wraps(export)
+    def export_to_c(self, path: str, *args, **kwargs):
+        export(self, path, *args, **kwargs)
+        with zipfile.ZipFile(path + KEPT, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+            file.writestr(PTX, self.artifacts.PTX)
+            file.writestr(IMAGES, json.dumps(_images(self)))
+
+    return export_to_c
 
 
-def load(path: Path) -> Callable:
-    """Return the function in a file of `export`. Like a compiled function it takes CPU tensors."""
-    from cutlass.cute.runtime import load_module
+def _finding_ptx(load: Callable) -> Callable:
+    """Return the DSL's `load_module` for files of `_keeping_ptx`."""
 
-    with zipfile.ZipFile(path) as file, tempfile.TemporaryDirectory() as directory:
-        ptx = file.read(PTX).decode()
-        _ptx_of_image.update(dict.fromkeys(json.loads(file.read(IMAGES)), ptx))
-        module = load_module(file.extract(OBJECT, directory), enable_tvm_ffi=True)
-    _modules.append(module)
-    return _taking_cpu_tensors(getattr(module, ENTRY_POINT))
+    @functools.wraps(load)
+    def load_module(path: str, *, enable_tvm_ffi: bool = False):
+        if Path(path + KEPT).exists():
+            with zipfile.ZipFile(path + KEPT) as file:
+                ptx = file.read(PTX).decode()
+                _ptx_of_image.update(dict.fromkeys(json.loads(file.read(IMAGES)), ptx))
+        module = load(path, enable_tvm_ffi=enable_tvm_ffi)
+        return _Module(module) if enable_tvm_ffi else module
+
+    return load_module
+
+
+class _Module:
+    """A loaded module whose functions take CPU tensors, as compiled functions do."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable:
+        return _taking_cpu_tensors(getattr(self._module, name))
 
 
 def _images(compiled: Any) -> list[str]:
@@ -255,6 +269,11 @@ def _images(compiled: Any) -> list[str]:
 
 
 # --- installation -------------------------------------------------------------------------------
+
+
+def is_installed() -> bool:
+    """Return True if this process's kernels run here."""
+    return _installed
 
 
 def install(target: str = "sm_90a", sm_count: int = 4) -> None:
@@ -282,14 +301,17 @@ def install(target: str = "sm_90a", sm_count: int = 4) -> None:
     os.environ["CUTE_DSL_DUMP_DIR"] = _dump_directory().name
     os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
     os.environ.setdefault("CUTE_DSL_ARCH", target)
+    # For caches of compiled functions that hash the DSL's variables.
+    os.environ["CUTE_DSL_PTXEMU"] = build.modules_digest()
 
     fakecuda.install(target, sm_count)
+    import cutlass.cute.runtime
     from cutlass.base_dsl.jit_executor import JitExecutor
     from cutlass.cutlass_dsl import tvm_ffi_provider
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 
-    # The DSL has read the variable. It differs from process to process, and a cache of compiled
-    # functions may hash the DSL's variables.
+    # The DSL has read the variable. It differs from process to process: no such cache would find
+    # anything.
     del os.environ["CUTE_DSL_DUMP_DIR"]
     compiled: Any = CudaDialectJitCompiledFunction
     initialise = compiled.__init__
@@ -309,6 +331,9 @@ def install(target: str = "sm_90a", sm_count: int = 4) -> None:
         tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
     ):
         function_class.__call__ = _taking_cpu_tensors(function_class.__call__)
+        function_class.export_to_c = _keeping_ptx(function_class.export_to_c)
+    runtime: Any = cutlass.cute.runtime
+    runtime.load_module = _finding_ptx(runtime.load_module)
     _installed = True
 
 

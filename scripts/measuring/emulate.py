@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import gc
 import hashlib
-import importlib
 import io
 import math
 import mmap
@@ -398,7 +397,7 @@ def emulate(target: str) -> None:
     torch.set_num_threads(1)
     # Fill new memory with NaN, as the emulator does in its own allocations.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # A kernel from the cache of other programs has no PTX.
+    # Kernels of other programs stay in their cache.
     os.environ[CACHE_VARIABLE] = str(build.library().parent / "kernels")
     ptxemu.options.strict = ptxemu.options.hazards_are_errors = True
     # GEMM2's TMA boxes reach into rows of the next expert, which other CTAs may be writing.
@@ -409,39 +408,9 @@ def emulate(target: str) -> None:
     ptxemu.install(target, MULTIPROCESSORS[target])
 
 
-def _use_kernels(package: str, target: str) -> None:
-    """Make a built solution's `moe_fp8`, imported as `package`, use the kernels on CPU tensors, and
-    keep the compiled ones with their PTX."""
-    from ptxemu import host
-
-    architectures: Any = importlib.import_module(f"{package}.kernels.architectures")
-    architecture = architectures.of_target(target)
-    architectures.has_kernels = lambda device: True
-    architectures.of_device = lambda device: architecture
-    compile: Any = importlib.import_module(f"{package}.kernels.compile")
-    if compile._load is not host.load:
-        digest_of = compile._source_digest
-        compile._source_digest = lambda *modules: _emulator_digest() + digest_of(*modules)
-        compile._load, compile._export = host.load, host.export
-
-
-@functools.cache
-def _emulator_digest() -> str:
-    """Return a digest of the emulator's Python modules, which write the compiled kernels."""
+def _run(runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
     import ptxemu
 
-    digest = hashlib.sha256()
-    for path in sorted(Path(ptxemu.__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _run(target: str, runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
-    import ptxemu
-
-    package = package_of(runnable)
-    assert package is not None
-    _use_kernels(package, target)
     ptxemu.reports.clear()
     output = run_solution(runnable, inputs, device)
     if not ptxemu.reports:
@@ -464,11 +433,11 @@ def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
 
 
 def evaluate_kernels(
-    target: str, case: Case, config: BenchmarkConfig, solution: Solution, model: torch.Tensor
+    case: Case, config: BenchmarkConfig, solution: Solution, model: torch.Tensor
 ) -> dict[str, Any]:
     """Evaluate a solution by its kernels. The output must equal the reference model's but for
     rounding."""
-    fields, output = evaluate(case, config, solution, functools.partial(_run, target))
+    fields, output = evaluate(case, config, solution, _run)
     if fields["status"] == PASSED and output is not None and (why := unlike(output, model)):
         return {"status": "RUNTIME_ERROR", "log": why}
     # flashinfer-bench needs a performance where the status is PASSED: zeros mean no time.
@@ -497,12 +466,12 @@ class Kernels(contextlib.ExitStack):
         self._pool.submit(os.getpid)  # starts all of them, which import the DSL meanwhile
 
     def submit(self, name: str, *arguments: Any) -> Future:
-        """Start `evaluate_kernels` with these arguments behind the target. Say its status."""
+        """Start `evaluate_kernels` with these arguments and say its status."""
         return self.tasks.add(self._submit(*arguments), name, say_status)
 
     def _submit(self, *arguments: Any) -> Future:
         data = io.BytesIO()
-        _Pickler(data).dump((self.emulation.target, *arguments))
+        _Pickler(data).dump(arguments)
         try:
             return self._pool.submit(_evaluate_pickled, data.getvalue())
         except BrokenProcessPool:  # an earlier solution ended its process

@@ -1,7 +1,6 @@
 """Reference models and kernels on the CPU: what is shared stays equal, and the processes of the
 emulator end with their program."""
 
-import importlib
 import io
 import os
 import re
@@ -268,7 +267,7 @@ def evaluated(kernels: emulate.Kernels, *names: str) -> dict[str, dict[str, Any]
 
 def test_the_fields_come_back_without_times(monkeypatch) -> None:
     monkeypatch.setattr(emulate, "emulate", lambda target: None)
-    monkeypatch.setattr(emulate, "_run", lambda target, *_: torch.tensor([[2.0]]))
+    monkeypatch.setattr(emulate, "_run", lambda *_: torch.tensor([[2.0]]))
     monkeypatch.setattr(emulate, "evaluate", evaluate)
     with emulate.Kernels(emulate.Emulation("sm_90a", 7), 4) as kernels:
         results = evaluated(kernels, "passes", "fails", "differs", "is signalled")
@@ -340,39 +339,13 @@ def test_a_token_that_is_not_the_models_is_named() -> None:
     assert "calc_diff nan" in why and why.endswith("in tokens 1, 2")
 
 
-BUNDLE = {
-    "kernels.architectures": "def of_device(device): pass\n"
-    "def has_kernels(device): return False\n"
-    "def of_target(target): return f'of {target}'",
-    "kernels.compile": "def _source_digest(*modules): return '0a'\n_load = None",
-    "layer": "from .kernels import architectures",
-}
-"""Modules of a built solution."""
-
-
-def test_the_whole_bundle_takes_the_kernels_and_has_to_launch_one(monkeypatch, tmp_path) -> None:
-    """The launches of an earlier call do not count."""
+def test_the_launches_of_an_earlier_call_do_not_count(monkeypatch) -> None:
     import ptxemu
 
-    for name, content in BUNDLE.items():
-        path = tmp_path / f"bundle/moe_fp8_0a/{name.replace('.', '/')}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    monkeypatch.syspath_prepend(tmp_path)
-    bundle: Any = types.SimpleNamespace(metadata=types.SimpleNamespace(misc={}))
-    bundle.metadata.misc["module_name"] = "bundle.main"
     monkeypatch.setattr(ptxemu, "reports", ["of another call"])
     monkeypatch.setattr(emulate, "run_solution", lambda *_: "output")
-    with mock.patch.dict(sys.modules):
-        _, compile, layer = (
-            importlib.import_module(f"bundle.moe_fp8_0a.{name}") for name in BUNDLE
-        )
-        with pytest.raises(RuntimeError, match="no kernel was launched"):
-            emulate._run("sm_100a", bundle, [], "cpu")
-        launch = ptxemu.reports.append
-        monkeypatch.setattr(emulate, "run_solution", lambda *_: launch("a kernel") or "output")
-        assert emulate._run("sm_100a", bundle, [], "cpu") == "output"
-    assert layer.architectures.of_device("cpu") == "of sm_100a"
-    assert layer.architectures.has_kernels("cpu") is True
-    assert (compile._load, compile._export) == (ptxemu.host.load, ptxemu.host.export)
-    assert re.fullmatch("[0-9a-f]{64}0a", compile._source_digest()), "of the emulator, once"
+    with pytest.raises(RuntimeError, match="no kernel was launched"):
+        emulate._run("solution", [], "cpu")
+    launch = ptxemu.reports.append
+    monkeypatch.setattr(emulate, "run_solution", lambda *_: launch("a kernel") or "output")
+    assert emulate._run("solution", [], "cpu") == "output"

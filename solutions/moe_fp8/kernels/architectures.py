@@ -1,6 +1,7 @@
 """The GPU architectures that there are kernels for: the one list of them."""
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -73,12 +74,16 @@ GPUS = {"h100": (HOPPER, 132), "h200": (HOPPER, 132), "b200": (BLACKWELL, 148)}
 """GPUs in their SXM form: the architecture and the number of multiprocessors."""
 
 
-@functools.cache  # asked in every call of a layer
 def of_device(device: torch.device) -> Architecture:
     """Return a GPU's architecture. On the CPU return Hopper: the ladder pads rows to its tiles."""
-    if device.type != "cuda":
-        return HOPPER
-    return ARCHITECTURES[torch.cuda.get_device_capability(device)]
+    if device.type == "cuda" or is_emulated():
+        return ARCHITECTURES[_capability(device)]
+    return HOPPER
+
+
+@functools.cache  # asked in every call of a layer
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def of_target(target: str) -> Architecture:
@@ -96,15 +101,25 @@ def of_target(target: str) -> Architecture:
 # --- devices ------------------------------------------------------------------------------------
 
 
-@functools.cache  # asked in every call of a kernel
+def is_emulated() -> bool:
+    """Return True if ptxemu, the emulator of PTX, runs the kernels of this process. They take
+    tensors of the CPU, and torch.cuda describes the emulated GPU."""
+    emulator = sys.modules.get("ptxemu")
+    return emulator is not None and emulator.is_installed()
+
+
 def has_kernels(device: torch.device) -> bool:
-    """Return True for a supported GPU, False for the CPU, which runs the reference model.
+    """Return True for a supported GPU, False for the CPU, which runs the reference model. The CPU
+    has kernels while it emulates a GPU.
 
     Raises:
         ValueError: the device is another one; the message lists the supported GPUs.
     """
-    if device.type == "cpu":
-        return False
+    return is_emulated() if device.type == "cpu" else _is_supported(device)
+
+
+@functools.cache  # asked in every call of a kernel
+def _is_supported(device: torch.device) -> bool:
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability in ARCHITECTURES:
