@@ -9,18 +9,43 @@ and the project's README has the order to read in.
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from .api import batched_experts, experts, fused_moe
+    from .mxfp4 import from_mxfp4, pack_mxfp4
+    from .reference import quantise_blocks, quantise_channels, quantise_rows
+    from .serving.expert_parallel import deep_ep_buffer, expert_parallel_moe
+    from .serving.prepare import prepare
+    from .serving.shards import pad_shard
+    from .training import differentiable_experts
+
+    __version__: str
+
+__all__ = [
+    "batched_experts",
+    "deep_ep_buffer",
+    "differentiable_experts",
+    "expert_parallel_moe",
+    "experts",
+    "from_mxfp4",
+    "fused_moe",
+    "pack_mxfp4",
+    "pad_shard",
+    "prepare",
+    "quantise_blocks",
+    "quantise_channels",
+    "quantise_rows",
+]
 PUBLIC = {
     "batched_experts": "api",
-    "experts": "api",
-    "fused_moe": "api",
+    "deep_ep_buffer": "serving.expert_parallel",
     "differentiable_experts": "training",
     "expert_parallel_moe": "serving.expert_parallel",
-    "deep_ep_buffer": "serving.expert_parallel",
+    "experts": "api",
     "from_mxfp4": "mxfp4",
+    "fused_moe": "api",
     "pack_mxfp4": "mxfp4",
     "pad_shard": "serving.shards",
     "prepare": "serving.prepare",
@@ -30,8 +55,6 @@ PUBLIC = {
 }
 """The module of each public name. The first use of a name imports its module: a packed solution has
 only some of these modules."""
-prepare: Callable[..., int]
-"""For type checkers, which would take this name for the module `prepare.py`, the program."""
 
 
 def _version() -> str:
@@ -43,13 +66,15 @@ def _version() -> str:
         return version
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__" and __name__ == "moe_fp8":  # a renamed copy has no version
-        return _version()
-    if name in PUBLIC:
-        return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__" and __name__ == "moe_fp8":  # a renamed copy has no version
+            return _version()
+        if name in PUBLIC:
+            return getattr(importlib.import_module(f"{__name__}.{PUBLIC[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *PUBLIC, "__version__"])
+    return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]

@@ -299,8 +299,8 @@ def import_closure(entry: Path, root: Path) -> list[Path]:
     """Return all files under `root` that importing `entry` may import, sorted by path.
 
     Parses the files and imports nothing. Imports inside functions count, and so do the
-    `__init__.py` files of the packages. Imports of other packages are skipped. `root` is the
-    directory of the top-level package, whatever its import name.
+    `__init__.py` files of the packages. Imports of other packages are skipped, and those below `if
+    TYPE_CHECKING`. `root` is the directory of the top-level package, whatever its import name.
 
     Raises:
         ClosureError: an import leaves `root`, names no file there, or reaches the package by its
@@ -317,9 +317,18 @@ def import_closure(entry: Path, root: Path) -> list[Path]:
             raise ClosureError(f"{path} is not under {root}")
         closure.add(path)
         pending.extend(_package_inits(path, root))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
-            pending.extend(_imported_files(node, path, root))
+        nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"), filename=str(path))]
+        for node in nodes:
+            if not _is_for_type_checkers(node):
+                pending.extend(_imported_files(node, path, root))
+                nodes.extend(ast.iter_child_nodes(node))
     return sorted(closure, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    """Return True for `if TYPE_CHECKING:` without an else."""
+    name = node.test if isinstance(node, ast.If) and not node.orelse else None
+    return isinstance(name, ast.Name) and name.id == "TYPE_CHECKING"
 
 
 def _package_inits(path: Path, root: Path) -> Iterator[Path]:

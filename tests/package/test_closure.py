@@ -39,6 +39,14 @@ def test_follows_every_relative_import_and_nothing_else(package: Path) -> None:
     assert names(package, "core/unused.py") == [*CORE, "core/unused.py"]
 
 
+def test_imports_for_type_checkers_are_left_out(package: Path) -> None:
+    guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .core import unused\n"
+    (package / "entry.py").write_text(guarded + "from .parts import late\n")
+    assert names(package) == ["__init__.py", "entry.py", *LATE]
+    (package / "entry.py").write_text(guarded + "else:\n    from .parts import late\n")
+    assert "parts/late.py" in names(package)
+
+
 def test_cycles_end(package: Path) -> None:
     (package / "core" / "b.py").write_text("from . import a\n")
     assert names(package, "core/b.py") == [*CORE, "core/a.py", "core/b.py"]
