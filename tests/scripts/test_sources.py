@@ -31,6 +31,7 @@ from scripts.common.program import (
     BASELINES,
     DEFINITION,
     PACKAGE_DIR,
+    PREFIX,
     ROOT,
     UsageError,
     skipped_text,
@@ -50,6 +51,7 @@ from scripts.common.sources import (
     why_not,
 )
 from scripts.measuring import cases
+from scripts.publishing import pages
 from scripts.publishing.rows import Writer
 
 GENERATIONS = {g.name: g for g in sources.generations()}
@@ -597,7 +599,8 @@ def test_what_this_checkout_packs_runs_on_which_gpu() -> None:
 
     every = {n: Solution.model_validate_json(packed_once(g)) for n, g in GENERATIONS.items()}
     own = own_hashes(every.values())
-    assert {name for name, s in every.items() if not is_peer(s, own)} == OURS and len(OURS) == 6
+    assert {name for name, s in every.items() if not is_peer(s, own)} == OURS
+    assert OURS == {PREFIX + name for name in pages.GENERATIONS}
     hopper, blackwell = (
         {n for n, s in every.items() if why_not(s, Machine(c, lambda name: "1.0")) is None}
         for c in ((9, 0), (10, 0))
