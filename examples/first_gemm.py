@@ -18,9 +18,10 @@ They meet in shared memory, which holds 5 stages of one K block. A stage has two
     full     opens when all bytes of the stage have arrived; the multiplying warps wait for it
     empty    opens when all 8 multiplying warps have read the stage; the loading warps wait for it
 
-`python examples/first_gemm.py` compiles it without a GPU, prints its PTX and leaves it in a file.
+`python examples/first_gemm.py` compiles it without a GPU and prints its PTX.
 """
 
+import tempfile
 from typing import NamedTuple
 
 import cutlass
@@ -437,4 +438,5 @@ def compile_first_gemm(n: int, k: int, experts: int, options: str = ""):
 
 
 if __name__ == "__main__":
-    print(compile_first_gemm(4096, 7168, 32, "--keep-ptx").__ptx__)
+    with tempfile.TemporaryDirectory() as folder:  # the compiler also writes the PTX to a file
+        print(compile_first_gemm(4096, 7168, 32, f"--keep-ptx --dump-dir={folder}").__ptx__)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from moe_fp8.kernels.configs import GemmConfigSm90
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.tiles import TileScheduler
 
+from scripts.common.program import PACKAGE_DIR
 from scripts.common.sources import normalised_ptx
 
 PATH = Path(__file__).parents[2] / "examples/first_gemm.py"
@@ -36,6 +39,15 @@ def test_the_first_gemm_has_the_machine_code_of_v1(n, k, monkeypatch, tmp_path) 
     ours = first_gemm.compile_first_gemm(n, k, 32, "--keep-ptx").__ptx__
     shipped = compile_grouped_gemm.make(GemmConfigSm90(), n, k, 32, "sm_90a").__ptx__
     assert code(ours) == code(shipped)
+
+
+def test_its_program_prints_the_ptx_and_leaves_no_file(tmp_path) -> None:
+    environment = {"PYTHONPATH": str(PACKAGE_DIR.parent), "HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, str(PATH)], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and ".entry" in done.stdout, done.stderr
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_first_gemm_is_short() -> None:
