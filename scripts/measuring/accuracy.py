@@ -10,7 +10,7 @@ from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.reference import activated, dequantised, quantise_rows
 
 LARGEST_DIFF = 2e-3
-"""Most calc_diff of a correct output to the float32 reference; an FP8 intermediate makes 3e-4."""
+"""Most calc_diff of a correct output to `in_float32`; an FP8 intermediate makes 3e-4."""
 
 
 def in_float32(

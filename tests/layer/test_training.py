@@ -322,8 +322,7 @@ class Policy:
 
     def quantised(self) -> list[tuple[torch.Tensor, ...]]:
         """Return the experts of each layer as the server gets them."""
-        return [(*quantise_blocks(p["w13"].detach()), *quantise_blocks(p["w2"].detach()))
-                for p in self.layers]  # fmt: skip
+        return [(*quantise_blocks(p["w13"]), *quantise_blocks(p["w2"])) for p in self.layers]
 
     def log_probabilities(
         self, batch: list[tuple[int, int]], caches: Caches, moe: Moe
