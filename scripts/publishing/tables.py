@@ -731,7 +731,7 @@ def gains_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return replace(table, title="Speed-up over the best of the engine's own kernels, end to end")
 
 
-def first_gains_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def mean_gains_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the mean gain of a decode step and of a prefill, of models on one GPU that ran the
     backend `engine`; of each the most layers."""
     f = frame_of([row for row in rows if row["part"] in ("decode", "prefill")])

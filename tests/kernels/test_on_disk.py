@@ -9,6 +9,7 @@ from markers import backends
 from moe_fp8.cache import CACHE_VARIABLE
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.combine import Combine, compile_combine
+from ptxemu import build
 from test_tiles import Lookup
 
 pytestmark = backends("emulator")
@@ -46,7 +47,7 @@ PACKAGE = compiling.PACKAGE_ROOT / "kernels"
         (Combine, PACKAGE / "combine.py", True),
         (Combine, PACKAGE / "compile.py", True),
         (Combine, PACKAGE / "swiglu.py", False),
-        (Combine, on_disk.EMULATOR / "fakecuda.py", True),
+        (Combine, Path(build.__file__).with_name("fakecuda.py"), True),
         (Combine, on_disk.TESTS / "support/problems.py", False),
         (Lookup, PACKAGE / "swiglu.py", True),
         (Lookup, on_disk.TESTS / "support/problems.py", True),
@@ -60,6 +61,7 @@ def test_an_edit_makes_another_kernel(kernel, edited, other, monkeypatch):
         """Return the key in a new process, which remembers no digest."""
         with pytest.MonkeyPatch.context() as context:
             context.setattr(compiling, "_source_digest", DIGEST)
+            context.setenv("CUTE_DSL_PTXEMU", build.modules_digest())  # as the emulator's start
             on_disk.use(context)
             return compiling.description(kernel, (), (), TARGET)
 

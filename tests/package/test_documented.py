@@ -58,7 +58,11 @@ def operands() -> dict[str, torch.Tensor]:
 
 
 def test_the_readme() -> None:
-    assert run_page("README.md", "", **operands())["out"].any()
+    assert run_page("README.md", "Call it")["out"].shape == (4, 512)
+
+
+def test_the_long_description() -> None:
+    assert run_page("docs/pypi.md", "moe_fp8")["out"].shape == (4, 512)
 
 
 def test_calling_the_layer() -> None:

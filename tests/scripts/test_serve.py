@@ -659,10 +659,10 @@ def test_a_size_whose_repeats_spread_too_far_does_not_count():
         (noisy + quiet + of_decode(9.0, 4, 0.9), "-", "-"),
     ):
         assert list(tables.gains_table(rows).frame["a decode step"]) == [cell]
-        assert list(tables.first_gains_table(rows).frame["a decode step"]) == [mean]
+        assert list(tables.mean_gains_table(rows).frame["a decode step"]) == [mean]
 
 
-def test_the_first_gains_have_a_line_a_model_with_the_most_layers_on_one_gpu():
+def test_the_mean_gains_have_a_line_a_model_with_the_most_layers_on_one_gpu():
     cases: list[dict[str, Any]] = [
         {"layers": 2}, {"layers": 4}, {"layers": 8, "dense": "DeepGEMM"}, {"layers": 9, "gpus": 2},
         {"model": "n", "layers": 1}, {"engine": "sglang"},
@@ -671,7 +671,7 @@ def test_the_first_gains_have_a_line_a_model_with_the_most_layers_on_one_gpu():
     rows[4]["subject"] = "deep_gemm"
     rows += [row("engine", "mixed", 1, 2.0, "tokens/s"), row("ours", "mixed", 1, 4.0, "tokens/s")]
     assert len(tables.gains_table(rows).frame) == 6
-    first = tables.first_gains_table(rows).frame
+    first = tables.mean_gains_table(rows).frame
     assert list(first.served) == ["m, 4 layers, in vLLM", "n, 1 layers, in vLLM",
                                   "m, 2 layers, in SGLang"]  # fmt: skip
     assert list(first) == ["served", "a decode step"]
