@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from documented import ROOT, blocks, of_section, pages, run_page
-from moe_fp8 import experts, fused_moe, quantise_blocks
+from moe_fp8 import experts, from_mxfp4, fused_moe, quantise_blocks
+from mxfp4_values import drawn
 from ptxemu import build
 from small_layer import EXPERTS, HIDDEN, TOKENS, WIDTH, named_tensors
 
@@ -77,6 +78,17 @@ def test_gradients() -> None:
     names = run_page("docs/calling.md", "Gradients", **operands() | {"w13": w13, "w2": w2})
     assert names["y"].requires_grad
     assert all(w.grad is not None and w.grad.any() for w in (w13, w2))
+
+
+def test_mxfp4_weights() -> None:
+    names = operands()
+    for name, rows, width in (("w13", 2 * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
+        values = drawn(EXPERTS, rows, width)
+        names |= dict(zip((f"{name}_values", f"{name}_exponents"), values, strict=True))
+    w13, w2 = (from_mxfp4(names[f"{n}_values"], names[f"{n}_exponents"]) for n in ("w13", "w2"))
+    out = run_page("docs/calling.md", "MXFP4 weights", experts=experts, **names)["out"]
+    choice = names["topk_ids"], names["topk_weights"], names["x"]
+    assert out.any() and torch.equal(out, experts(*choice, *w13, *w2))
 
 
 def test_fp8_operands() -> None:
