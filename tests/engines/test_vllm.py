@@ -17,12 +17,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from installed import engine
+from moe_fp8 import experts as own_experts
+from moe_fp8 import from_mxfp4
 from moe_fp8.kernels.architectures import GPUS
 from moe_fp8.reference import quantise_rows
-from moe_fp8.serving import bake, plugins
+from moe_fp8.serving import bake, packed, plugins
 from moe_fp8.serving import vllm as plugin
-from mxfp4_values import decoded, drawn
-from reference import Weights, kernels_of, layer, peer_of_a_sweep, wide
+from mxfp4_values import drawn
+from reference import Weights, kernels_of, layer, peer_of_a_sweep
 
 from scripts.measuring.accuracy import calc_diff
 from scripts.serving import clients
@@ -40,6 +42,7 @@ from vllm.config import (  # noqa: E402
 )
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp  # noqa: E402
+from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEConfig,
@@ -63,6 +66,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
+from vllm.model_executor.model_loader import reload as reloading  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
@@ -475,6 +479,36 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(per_channel, selection
     assert calc_diff(out, layer(x, ids, topk_weights, weights)) < 1e-3
 
 
+SHAPES = {"w13": (FEW, 2 * WIDTH, H), "w2": (FEW, H, WIDTH)}
+"""The MXFP4 weights of both GEMMs: experts, rows, columns."""
+
+
+def load_expert(
+    param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str,
+    expert_id: int, return_success: bool = False,
+) -> None:  # fmt: skip
+    """Load a matrix of an expert, with the parameters of vLLM's own function."""
+    param.data[expert_id].copy_(loaded_weight)
+
+
+def checkpoint(span: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return MXFP4 weights by their names in vLLM's layer."""
+    tensors = {}
+    for w, shape in SHAPES.items():
+        tensors[f"{w}_weight"], exponents = drawn(*shape, span=span, seed=seed)
+        tensors[f"{w}_weight_scale"] = exponents.view(torch.uint8)
+    return tensors
+
+
+def load(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load a checkpoint as vLLM does, expert by expert."""
+    for name, tensor in tensors.items():
+        name = name if hasattr(module, name) else f"{name}_packed"
+        for expert in range(FEW):
+            parameter = getattr(module, name)
+            parameter.weight_loader(parameter, tensor[expert], name, "w1", expert)
+
+
 @pytest.fixture
 def loaded(selection, monkeypatch):
     """Return a function that makes vLLM's method for an MXFP4 checkpoint, for which vLLM chose
@@ -491,63 +525,152 @@ def loaded(selection, monkeypatch):
         method = getattr(module_of, name)(config)
         monkeypatch.setattr(method, "_setup_kernel", lambda layer, *_: calls.append(layer))
         module = torch.nn.Module()
+        module.quant_method, module.local_num_experts = method, FEW
         module.layer_name = "model.layers.3.mlp.experts"
         module._expert_routing_tables = lambda: None
         module.global_num_experts, module.expert_map = FEW, None
         module.activation, module.apply_router_weight_on_input = config.activation, False
         method.create_weights(
-            module, FEW, H, WIDTH, params_dtype=torch.bfloat16, weight_loader=lambda *_: None
+            module, FEW, H, WIDTH, params_dtype=torch.bfloat16, weight_loader=load_expert
         )
-        for w, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
-            values, exponents = drawn(*shape, span=span)
-            weight = f"{w}_weight" if hasattr(module, f"{w}_weight") else f"{w}_weight_packed"
-            getattr(module, weight).data.copy_(values)
-            getattr(module, f"{w}_weight_scale").data.copy_(exponents.view(torch.uint8))
+        reloading.record_metadata_for_reloading(module)
+        load(module, checkpoint(span))
         return SimpleNamespace(method=method, layer=module, calls=calls)
 
     return make
 
 
+Problem = tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def outputs(setup: SimpleNamespace, problem: Problem, tensors: Any, **options: Any) -> Any:
+    """Return a served layer's output, and the layer's on the FP8 weights of a checkpoint."""
+    x = problem[1]
+    topk_weights, ids = problem[2][:, :FEW].softmax(dim=1).topk(2)
+    out = setup.method.apply(setup.layer, x, topk_weights, ids.int(), None, None)
+    fp8 = [
+        part
+        for w in SHAPES
+        for part in from_mxfp4(tensors[f"{w}_weight"], tensors[f"{w}_weight_scale"], lossy=True)
+    ]
+    return out, own_experts(ids.int(), topk_weights, x, *fp8, **options)
+
+
 @pytest.mark.parametrize(
-    ("name", "limit"),
+    ("name", "asked", "limit"),
     [
-        ("Mxfp4MoEMethod", None),
-        ("Mxfp4MoEMethod", 10.0),
-        ("CompressedTensorsW4A8Mxfp4MoEMethod", None),
+        ("Mxfp4MoEMethod", "exact", None),
+        ("Mxfp4MoEMethod", "lossy", 10.0),
+        ("Mxfp4MoEMethod", "both", 10.0),
+        ("CompressedTensorsW4A8Mxfp4MoEMethod", "exact", None),
     ],
 )
-def test_mxfp4_experts_run_as_fp8(name, limit, loaded, problem, monkeypatch, logged):
-    """vLLM's method, as it loads DeepSeek-V4: the same values in FP8, and our kernel."""
-    monkeypatch.setenv(plugins.MXFP4, "exact")
+def test_mxfp4_experts_run_packed(name, asked, limit, loaded, problem, monkeypatch, logged):
+    """vLLM's method, as it loads DeepSeek-V4: half the bytes of FP8 and its bits."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
     setup = loaded(name, swiglu_limit=limit)
     setup.method.process_weights_after_loading(setup.layer)
     assert not setup.calls
-    assert logged == ["moe_fp8 serves layers of 4 of 4 experts, top 2, 512 x 256, re-encoded "
-                      "from MXFP4"]  # fmt: skip
-    module, weights = setup.layer, Weights.__new__(Weights)
-    weights.w13, weights.w13_scale = module.w13_weight.data, module.w13_weight_scale.data
-    weights.w2, weights.w2_scale = module.w2_weight.data, module.w2_weight_scale.data
-    for w, shape in (("w13", (FEW, 2 * WIDTH, H)), ("w2", (FEW, H, WIDTH))):
-        now = wide(getattr(weights, w), getattr(weights, f"{w}_scale").double())
-        assert torch.equal(now, decoded(*drawn(*shape, span=12)))
-    x = problem[1]
-    topk_weights, ids = problem[2][:, :FEW].softmax(dim=1).topk(2)
-    ids = ids.int()
-    out = setup.method.apply(module, x, topk_weights, ids, None, None)
+    assert logged == ["moe_fp8 serves layers of 4 of 4 experts, top 2, 512 x 256, in MXFP4, packed"]
+    parameters = dict(setup.layer.named_parameters())
+    values = sum(parameter[0].numel() for parameter in parameters.values()) * FEW
+    assert all(len(parameter) == FEW for parameter in parameters.values()), "EPLB moves experts"
+    copies = 3 * H * WIDTH * FEW if asked == "both" else 0
+    assert (
+        parameters["w13_weight"].dtype is torch.uint8
+        and values - copies < 0.54 * 3 * H * WIDTH * FEW
+    )
+    out, wanted = outputs(setup, problem, checkpoint(), swiglu_limit=limit)
+    assert torch.equal(out, wanted)
 
-    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return SiluAndMulWithClamp(limit or 1e30, 1.0, 0.0).forward_native(torch.cat((gate, up)))
 
-    assert calc_diff(out, layer(x, ids, topk_weights, weights, clamped)) < 1e-3
+@pytest.mark.parametrize(("most", "dtype"), [(16, torch.float8_e4m3fn), (17, torch.uint8)])
+def test_fp8_copies_run_where_experts_have_many_rows(
+    most, dtype, loaded, problem, monkeypatch, logged
+):
+    """33 tokens of 2 experts: 16.5 rows of each of 4. The bits do not tell which weights ran."""
+    monkeypatch.setenv(plugins.MXFP4, "both")
+    monkeypatch.setattr(packed, "FP8_ROWS", most)
+    prepared, ran = [], []
+    monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **_: prepared.append(call))
+
+    def spy(ids: Any, weights: Any, x: Any, w13: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        ran.append(getattr(w13, "blocks", w13).dtype)
+        return own_experts(ids, weights, x, w13, *rest, **options)
+
+    monkeypatch.setattr(vllm_experts, "experts", spy)
+    setup = loaded()
+    setup.method.process_weights_after_loading(setup.layer)
+    out, wanted = outputs(setup, problem, checkpoint())
+    assert ran == [dtype] and torch.equal(out, wanted)
+    assert len(prepared) == 2, "both forms, before a graph is captured"
+
+
+@pytest.mark.parametrize("asked", ["exact", "both"])
+def test_vllm_moves_packed_experts(asked, loaded, problem, monkeypatch):
+    """EPLB writes an expert's part of every parameter of the layer, and routes to its new place."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    monkeypatch.setattr(packed, "FP8_ROWS", 1)
+    setup = loaded()
+    setup.method.process_weights_after_loading(setup.layer)
+    places = torch.tensor([2, 0, 3, 1])
+    for parameter in RoutedExperts.get_expert_weights(setup.layer):
+        parameter.copy_(parameter[places].clone())
+    out, wanted = outputs(setup, problem, {n: t[places] for n, t in checkpoint().items()})
+    assert torch.equal(out, wanted)
+
+
+def reload(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Load another checkpoint into a layer by vLLM's functions, as after its sleep of level 2,
+    which discards all weights."""
+    for parameter in module.parameters():
+        parameter.data.view(torch.uint8).fill_(0x7F)
+    reloading.initialize_layerwise_reload(module)
+    load(module, tensors)
+    reloading.finalize_layerwise_reload(module, None)
+
+
+@pytest.mark.parametrize("name", ["Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod"])
+@pytest.mark.parametrize("asked", ["exact", "both"])
+def test_weights_are_reloaded_into_the_memory_that_graphs_read(
+    asked, name, loaded, problem, monkeypatch
+):
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    monkeypatch.setattr(packed, "FP8_ROWS", 1)
+    setup = loaded(name)
+    setup.method.process_weights_after_loading(setup.layer)
+    kernel = setup.method.moe_kernel
+    before = {n: p.data_ptr() for n, p in setup.layer.named_parameters()}
+    reload(setup.layer, checkpoint(seed=7))
+    assert before == {n: p.data_ptr() for n, p in setup.layer.named_parameters()}
+    out, wanted = outputs(setup, problem, checkpoint(seed=7))
+    assert torch.equal(out, wanted) and setup.method.moe_kernel is kernel
+    places = torch.tensor([2, 0, 3, 1])  # experts move after a reload, too
+    for parameter in RoutedExperts.get_expert_weights(setup.layer):
+        parameter.copy_(parameter[places].clone())
+    tensors = {n: t[places] for n, t in checkpoint(seed=7).items()}
+    out, wanted = outputs(setup, problem, tensors)
+    assert torch.equal(out, wanted)
+
+
+def test_reloaded_weights_that_are_not_served_end_the_reload(loaded, monkeypatch):
+    """Captured graphs run our kernels on the layer's memory, which vLLM's weights do not fit."""
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    setup = loaded()
+    setup.method.process_weights_after_loading(setup.layer)
+    message = "does not serve the reloaded weights of layers of 4 .*w13_weight: .* spans 15"
+    with pytest.raises(ValueError, match=message):
+        reload(setup.layer, checkpoint(span=15))
+    assert not setup.calls
 
 
 @pytest.mark.parametrize(
     ("asked", "changes", "why"),
     [
-        ("", {}, r"weights in MXFP4 \(MOE_FP8_MXFP4=exact re-encodes them as FP8, with twice"),
-        ("exact", {"span": 15}, r"model.layers.3.mlp.experts.w13_weight: .* in \d+ blocks .* "
-         r"at most 14\); the first is block \(0, 0, 0\) of .*, which spans 15; the largest error "
-         "is .*; MOE_FP8_MXFP4=lossy rounds them"),
+        ("", {}, r"weights in MXFP4 \(MOE_FP8_MXFP4=exact packs them for our kernels\)"),
+        *((asked, {"span": 15}, r"model.layers.3.mlp.experts.w13_weight: packed: the exponents of "
+           r"\d+ blocks .* more than 14, .*; the first is block \(0, 0, 0\) of .*, which spans 15; "
+           "MOE_FP8_MXFP4=lossy rounds values that do not fit") for asked in ("exact", "both")),
         ("exact", {"moe_backend": "marlin"}, "--moe-backend marlin is asked for"),
         ("exact", {"name": "GptOssMxfp4MoEMethod", "has_bias": True,
                    "activation": MoEActivation.SWIGLUOAI}, "SWIGLUOAI activation"),
@@ -563,20 +686,38 @@ def test_mxfp4_experts_that_are_refused(asked, changes, why, loaded, monkeypatch
     assert line.startswith("moe_fp8 does not serve layers of 4 of 4 experts")
     assert re.search(why, line), line
     assert line.endswith("; vLLM's kernel does") and setup.calls == [setup.layer]
-    values, exponents = drawn(FEW, 2 * WIDTH, H, span=changes.get("span", 12))
-    assert torch.equal(setup.layer.w13_weight, values)
-    assert torch.equal(setup.layer.w13_weight_scale, exponents.view(torch.uint8))
+    for name, tensor in checkpoint(changes.get("span", 12)).items():
+        assert torch.equal(getattr(setup.layer, name), tensor)
 
 
-def test_mxfp4_experts_are_rounded_where_that_is_asked_for(loaded, monkeypatch, logged):
-    monkeypatch.setenv(plugins.MXFP4, "lossy")
-    setup = loaded(span=15)
+@pytest.mark.parametrize("asked", ["exact", "both", "lossy"])
+@pytest.mark.parametrize("expert", [0, 3])
+def test_a_scale_that_is_nan_is_refused(asked, expert, loaded, monkeypatch, logged):
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    setup = loaded()
+    setup.layer.w2_weight_scale.data[expert, 5, 2] = 255
     setup.method.process_weights_after_loading(setup.layer)
-    *warnings, served = logged
+    (line,) = logged
+    assert "scales: expected powers of two, got NaN" in line and setup.calls == [setup.layer]
+    assert setup.layer.w13_weight.dim() == 3, "nothing has changed"
+
+
+def test_mxfp4_experts_are_rounded_where_that_is_asked_for(loaded, problem, monkeypatch, logged):
+    """Both GEMMs' weights become FP8 if one of them cannot be packed."""
+    monkeypatch.setenv(plugins.MXFP4, "lossy")
+    setup = loaded()
+    tensors = checkpoint() | {k: v for k, v in checkpoint(15).items() if k.startswith("w2")}
+    load(setup.layer, tensors)
+    setup.method.process_weights_after_loading(setup.layer)
+    warning, served = logged
     assert not setup.calls and served.startswith("moe_fp8 serves layers")
-    for line, w in zip(warnings, ("w13", "w2"), strict=True):
-        assert line.startswith(f"moe_fp8: model.layers.3.mlp.experts.{w}_weight: ")
-    assert setup.layer.w2_weight.dtype is torch.float8_e4m3fn
+    assert served.endswith(", in MXFP4, rounded to FP8")
+    assert warning.startswith("moe_fp8: model.layers.3.mlp.experts.w2_weight: values are rounded")
+    assert "the largest error is" in warning
+    assert setup.layer.w13_weight.dtype is setup.layer.w2_weight.dtype is torch.float8_e4m3fn
+    with pytest.warns(UserWarning, match="values are rounded"):
+        out, wanted = outputs(setup, problem, tensors)
+    assert torch.equal(out, wanted)
 
 
 def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):

@@ -18,9 +18,10 @@ ACCURATE = "accurate"
 VLLM, SGLANG = "MOE_FP8_VLLM", "MOE_FP8_SGLANG"
 """The environment variables that switch the plugins on."""
 MXFP4 = "MOE_FP8_MXFP4"
-"""The environment variable that allows MXFP4 experts as FP8: vLLM's plugin re-encodes them,
-SGLang's accepts rounded values if it is `lossy`."""
-EXACT, LOSSY = "exact", "lossy"
+"""The environment variable that lets the plugins serve MXFP4 experts."""
+EXACT, BOTH, LOSSY = "exact", "both", "lossy"
+"""Its values: packed, where no value changes; packed with FP8 copies for many tokens; packed, or
+rounded to FP8 where a value would change."""
 
 
 def asked_for(variable: str) -> bool:
@@ -38,12 +39,12 @@ def asked_for(variable: str) -> bool:
         )
     if value not in ("1", ACCURATE):
         return False
-    reencoding()  # raises an error now, not in the first layer
+    mxfp4_mode()  # raises an error now, not in the first layer
     return True
 
 
-def reencoding() -> str:
-    """Return how MXFP4 experts may be re-encoded: `exact`, `lossy`, or "" (not at all).
+def mxfp4_mode() -> str:
+    """Return how MXFP4 experts are served: `exact`, `both`, `lossy`, or "" (not at all).
 
     Raises:
         ValueError: the variable has another value.
@@ -51,10 +52,11 @@ def reencoding() -> str:
     value = os.environ.get(MXFP4, "")
     if value in ("", "0"):
         return ""
-    if value not in (EXACT, LOSSY):
+    if value not in (EXACT, BOTH, LOSSY):
         raise ValueError(
-            f"{MXFP4}={value!r}: expected {EXACT}, to run experts in MXFP4 as FP8 where no value "
-            f"changes, {LOSSY}, to round the others, or 0"
+            f"{MXFP4}={value!r}: expected {EXACT}, to run experts in MXFP4 where no value changes, "
+            f"{BOTH}, to keep FP8 copies for many tokens as well, {LOSSY}, to round values that "
+            "do not fit, or 0"
         )
     return value
 

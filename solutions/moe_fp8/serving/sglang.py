@@ -5,8 +5,8 @@ Entry point `moe_fp8` of `sglang.srt.plugins`. It does nothing unless `MOE_FP8_S
 `accurate` for the layer with two FP8 terms. The plugin replaces the runner of every FP8
 mixture-of-experts layer that SGLang would run by Triton or DeepGEMM, if ranks exchange no tokens or
 exchange them by DeepEP. Other layers, and all layers of an SGLang that lacks names the plugin
-needs, keep SGLang's runner, and the log says why. Weights are used as SGLang has
-loaded, or converted, them.
+needs, keep SGLang's runner, and the log says why. Weights in FP8 are used as SGLang has
+loaded, or converted, them, weights in MXFP4 packed if `MOE_FP8_MXFP4` asks for it.
 """
 
 import functools
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from ..api import batched_experts, experts
+from ..call import BLOCK
 from ..mxfp4 import compare
+from .packed import COPIES, Mxfp4, Weights, convert, form_for, forms
 from .plugins import (
     BLOCK_SHAPE,
-    LOSSY,
+    EXACT,
     MXFP4,
     SGLANG,
     accurate,
@@ -29,7 +31,7 @@ from .plugins import (
     describe_layers,
     in_words,
     lacking,
-    reencoding,
+    mxfp4_mode,
     why_not_here,
     why_off,
     why_refused,
@@ -40,8 +42,6 @@ TRIED = "0.5.19 to 0.5.23"
 BACKEND = "moe_fp8"
 MOE = "sglang.srt.layers.moe"
 METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
-CONVERT = "SGLANG_DSV4_FP4_DEQUANT"
-"""SGLang's environment variable that converts MXFP4 experts to FP8 when they are loaded."""
 DISPATCHER = f"{MOE}.token_dispatcher"
 SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
 """The first fields of tokens that DeepEP has sent."""
@@ -128,6 +128,7 @@ def runner_core(config: Any) -> Any:
         def __init__(self, config):
             super().__init__(config)
             self.prepared: set[Any] = set()
+            self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # FP8 weights of packed ones
             self.formats = {
                 name: (run, pkgutil.resolve_name(f"{DISPATCHER}.{combined}"))
                 for name, (run, combined) in RUN_BY_FORMAT.items()
@@ -139,7 +140,8 @@ def runner_core(config: Any) -> Any:
 
         def run_from_dispatch(self, dispatch_output, quant_info, runner_config, hooks=None):
             info = quant_info
-            weights = info.w13_weight, info.w13_scale, info.w2_weight, info.w2_scale
+            as_they_are = info.w13_weight, info.w13_scale, info.w2_weight, info.w2_scale
+            weights = forms(*as_they_are, self.copies)
             run, combined = self.formats[dispatch_output.format.value]
             return run(dispatch_output, weights, runner_config, self.prepared, combined)
 
@@ -147,40 +149,42 @@ def runner_core(config: Any) -> Any:
 
 
 def run_standard(
-    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+    dispatched: Any, weights: list[Weights], config: Any, prepared: set[Any], combined: Any
 ) -> Any:
     """Run the experts on a rank's own tokens."""
-    weights, ids, *_ = dispatched.topk_output
+    topk_weights, ids, *_ = dispatched.topk_output
     # A model's own routing may return other types. Kernels were prepared for these types.
-    weights, ids = weights.float(), ids.to(torch.int32)
+    topk_weights, ids = topk_weights.float(), ids.to(torch.int32)
     if config.routed_scaling_factor not in (None, 1.0):
-        weights = weights * config.routed_scaling_factor
-    call = ids.contiguous(), weights.contiguous(), dispatched.hidden_states, *expert_weights
-    return combined(hidden_states=experts(*call, **options_of_experts(config)))
+        topk_weights = topk_weights * config.routed_scaling_factor
+    tokens = ids.contiguous(), topk_weights.contiguous(), dispatched.hidden_states
+    form = form_for(weights, ids.numel() / config.num_experts)
+    return combined(hidden_states=experts(*tokens, *form, **options_of_experts(config)))
 
 
 def run_deepep(
-    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+    dispatched: Any, weights: list[Weights], config: Any, prepared: set[Any], combined: Any
 ) -> Any:
     """Run the experts on tokens that other ranks have sent by DeepEP. DeepEP adds the ranks' parts.
 
     The model applies the routing's factor, here and in `run_low_latency`.
     """
-    x, scale, ids, weights, *_ = dispatched
-    call = ids.contiguous(), weights.contiguous(), x, *expert_weights
+    x, scale, ids, topk_weights, *_ = dispatched
+    tokens = ids.contiguous(), topk_weights.contiguous(), x
     options = options_of_experts(config) | {"x_scale": None if scale is None else scale.t()}
-    out = run_prepared(prepared, experts, call, options)
-    return combined(out, ids, weights)
+    rows = ids.numel() / config.num_experts
+    out = run_prepared(prepared, experts, tokens, weights, rows, options)
+    return combined(out, ids, topk_weights)
 
 
 def run_low_latency(
-    dispatched: Any, expert_weights: Any, config: Any, prepared: set[Any], combined: Any
+    dispatched: Any, weights: list[Weights], config: Any, prepared: set[Any], combined: Any
 ) -> Any:
     """Run the experts on tokens that DeepEP has sorted by expert. DeepEP applies the weights."""
-    x, scale, ids, weights, counts, expected_m, *_ = dispatched
+    x, scale, ids, topk_weights, counts, expected_m, *_ = dispatched
     options = {"x_scale": scale, "expected_m": max(1, expected_m), **options_of(config)}
-    out = run_prepared(prepared, batched_experts, (x, counts, *expert_weights), options)
-    return combined(out, ids, weights)
+    out = run_prepared(prepared, batched_experts, (x, counts), weights, expected_m, options)
+    return combined(out, ids, topk_weights)
 
 
 RUN_BY_FORMAT = {
@@ -192,14 +196,20 @@ RUN_BY_FORMAT = {
 
 
 def run_prepared(
-    prepared: set[Any], function: Any, call: tuple[torch.Tensor, ...], options: dict[str, Any]
+    prepared: set[Any],
+    function: Any,
+    tokens: tuple[torch.Tensor, ...],
+    weights: list[Weights],
+    rows: float,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """Call `function`. Before the first call with tokens, prepare the kernels of all calls. SGLang
     makes one call outside of a CUDA graph before it captures."""
-    if function not in prepared and all(tensor.numel() for tensor in call):
-        prepare(function, *call, **options)
+    if function not in prepared and all(tensor.numel() for tensor in tokens):
+        for form in weights:
+            prepare(function, *tokens, *form, **options)
         prepared.add(function)
-    return function(*call, **options)
+    return function(*tokens, *form_for(weights, rows), **options)
 
 
 def is_lora_enabled() -> bool:
@@ -238,43 +248,79 @@ def create_moe_runner(
 def process_weights_after_loading(
     original: Any, method: Any, layer: Any, *more: Any, **named: Any
 ) -> Any:
-    """Wrap `Fp8MoEMethod.process_weights_after_loading`, which may convert FP4 to FP8. Then make a
-    postponed choice."""
-    loaded = packed_weights(layer)
+    """Wrap `Fp8MoEMethod.process_weights_after_loading`, which may convert FP4 to FP8: pack the
+    experts in its place, or make a postponed choice after it."""
+    loaded, config = mxfp4_weights(layer), postponed.pop(method, None)
+    if config is not None and loaded and mxfp4_mode():
+        if serve_mxfp4(method, layer, config, loaded):
+            return None
+        config = None  # SGLang's kernel runs, in any form
     result = original(method, layer, *more, **named)
-    if (config := postponed.pop(method, None)) is not None:
+    if config is not None:
         serve_or_postpone(method, layer, config, loaded)
     return result
 
 
-def packed_weights(layer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return a layer's MXFP4 weights and their scales, by name."""
+def mxfp4_weights(layer: Any) -> dict[str, Mxfp4]:
+    """Return a layer's weights by name if they are in MXFP4. SGLang has their exponents as numbers
+    in float32."""
     parameters = {
         name: (getattr(layer, name, None), getattr(layer, f"{name}_scale_inv", None))
         for name in ("w13_weight", "w2_weight")
     }
     return {
-        name: (weight.data, scale.data)
+        name: (weight.data, scale.data.to(torch.float8_e8m0fnu))
         for name, (weight, scale) in parameters.items()
         if weight is not None and scale is not None and weight.dtype is torch.int8
     }
 
 
-def why_rounded(
-    layer: Any, config: Any, loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
-) -> str:
-    """Return which values SGLang rounded when it converted MXFP4 weights. Return "" if it rounded
-    none, or if the user allows rounding: then log it."""
+def serve_mxfp4(method: Any, layer: Any, config: Any, loaded: dict[str, Mxfp4]) -> bool:
+    """Pack a layer's experts and replace its runner. Return False if the layer is not served: then
+    nothing has changed. Log the decision."""
+    layers = "a layer"
+    try:
+        layers = describe_layers(*sizes(layer, config))
+        if not (why := why_not(method, layer, config)):
+            where = f"layer {config.layer_id}"
+            tensors, why = convert(where, loaded["w13_weight"], loaded["w2_weight"], warn)
+        if not why:
+            w13, w13_scale, w2, w2_scale, *fp8 = tensors
+            copies = [torch.nn.Parameter(copy, requires_grad=False) for copy in fp8]
+            change_runner(method, config, w13, w13_scale, w2, w2_scale, copies)
+    except Exception as error:  # no fault here may end SGLang's start: it goes to the log
+        why = in_words(error)
+    log_decision(layers, why)
+    if why:
+        return False
+    layer.w13_weight.data, layer.w13_weight_scale_inv.data = w13, w13_scale
+    layer.w2_weight.data, layer.w2_weight_scale_inv.data = w2, w2_scale
+    for name, copy in zip(COPIES, copies, strict=False):
+        layer.register_parameter(name, copy)
+    method.is_fp4_expert = False
+    return True
+
+
+def warn(text: str, *values: Any) -> None:
+    log_once(logging.WARNING, text % values)
+
+
+def log_decision(layers: str, why: str) -> None:
+    if why:
+        log_once(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
+    else:
+        log_once(logging.INFO, f"moe_fp8 serves {layers}")
+
+
+def why_rounded(layer: Any, config: Any, loaded: dict[str, Mxfp4]) -> str:
+    """Return which values SGLang rounded when it converted MXFP4 weights, "" if it rounded none."""
     for name, (packed, scales) in loaded.items():
         converted = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
-        if rounded := compare(packed, scales.to(torch.float8_e8m0fnu), *converted):
-            rounded = f"layer {config.layer_id}, {name}, as SGLang converted it: {rounded}"
-            if reencoding() != LOSSY:
-                return (
-                    f"{rounded}; {MXFP4}={LOSSY} serves it so; without {CONVERT} SGLang reads the "
-                    "packed weights"
-                )
-            log_once(logging.WARNING, f"moe_fp8: {rounded}")
+        if rounded := compare(packed, scales, *converted):
+            return (
+                f"layer {config.layer_id}, {name}, as SGLang converted it: {rounded}; {MXFP4}"
+                f"={EXACT} packs MXFP4 without rounding, or names a layer where it cannot"
+            )
     return ""
 
 
@@ -283,7 +329,7 @@ def serve_or_postpone(method: Any, layer: Any, config: Any, loaded: Any = None) 
     weights are not FP8 yet.
 
     Args:
-        loaded: `packed_weights` as loaded, if SGLang has processed the layer since.
+        loaded: `mxfp4_weights` as loaded, if SGLang has processed the layer since.
     """
     layers = "a layer"
     try:
@@ -293,35 +339,44 @@ def serve_or_postpone(method: Any, layer: Any, config: Any, loaded: Any = None) 
         layers = describe_layers(*sizes(layer, config))
         why = why_not(method, layer, config) or why_rounded(layer, config, loaded or {})
         if not why:
-            change_runner(method, layer, config)
+            w13, w2 = layer.w13_weight, layer.w2_weight
+            change_runner(method, config, w13, scale_of(layer, "w13"), w2, scale_of(layer, "w2"))
     except Exception as error:  # no fault here may end SGLang's start: it goes to the log
         why = in_words(error)
-    if why:
-        log_once(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
-    else:
-        log_once(logging.INFO, f"moe_fp8 serves {layers}")
+    log_decision(layers, why)
 
 
-def change_runner(method: Any, layer: Any, config: Any) -> None:
+def change_runner(
+    method: Any, config: Any, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, copies: Any = ()
+) -> None:
     from sglang.srt.layers.moe.moe_runner import MoeRunner
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_backend
 
     runner = MoeRunner(resolve_moe_runner_backend(BACKEND), config)
-    if layer.w13_weight.is_cuda and get_moe_a2a_backend().is_none():
-        prepare(experts, *one_token(layer, config), **options_of_experts(config))
+    runner.runner_core.copies = [tuple(copies)] if copies else []
+    if w13.is_cuda and get_moe_a2a_backend().is_none():
+        for form in forms(w13, w13_scale, w2, w2_scale, runner.runner_core.copies):
+            prepare(experts, *one_token(w2, config), *form, **options_of_experts(config))
     method.runner = runner
 
 
-def one_token(layer: Any, config: Any) -> tuple[torch.Tensor, ...]:
-    """Return tensors of a call with one token, with the types that SGLang will pass."""
-    new, hidden = layer.w13_weight.new_empty, layer.w13_weight.shape[2]
+def one_token(w2: torch.Tensor, config: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of one token, with the types that SGLang will pass."""
+    hidden, _ = widths(w2)
     return (
-        new((1, config.top_k), dtype=torch.int32),
-        new((1, config.top_k), dtype=torch.float32),
-        new((1, hidden), dtype=torch.bfloat16),
-        layer.w13_weight, scale_of(layer, "w13"),
-        layer.w2_weight, scale_of(layer, "w2"),
-    )  # fmt: skip
+        w2.new_empty((1, config.top_k), dtype=torch.int32),
+        w2.new_empty((1, config.top_k), dtype=torch.float32),
+        w2.new_empty((1, hidden), dtype=torch.bfloat16),
+    )
+
+
+def widths(w2: torch.Tensor) -> tuple[int, int]:
+    """Return the widths of a token and of an expert: of weights in FP8, in MXFP4 as loaded, or
+    packed."""
+    _, hidden, width, *_ = w2.shape
+    if w2.dtype is torch.uint8:
+        return hidden * BLOCK, width * BLOCK
+    return hidden, 2 * width if w2.dtype is torch.int8 else width
 
 
 def scale_of(layer: Any, weights: str) -> Any:
@@ -333,9 +388,8 @@ def scale_of(layer: Any, weights: str) -> Any:
 
 def sizes(layer: Any, config: Any) -> tuple[int, int, int, int, int]:
     """Return experts, local experts, hidden size, intermediate size, experts of a token."""
-    local, _, hidden = layer.w13_weight.shape
-    number = max(config.num_experts or local, local)
-    return number, local, hidden, layer.w2_weight.shape[2], config.top_k
+    local, number = len(layer.w13_weight), config.num_experts
+    return max(number or local, local), local, *widths(layer.w2_weight), config.top_k
 
 
 def apply(
@@ -372,19 +426,9 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
         return "a combine that begins before the experts' end (--enable-single-batch-overlap)"
     if runner.lora_enabled or is_lora_enabled():
         return "LoRA"
-    scale = scale_of(layer, "w13")
-    per_channel = scale is not None and scale.shape[1:2] == layer.w13_weight.shape[1:2]
-    if per_channel and exchange.is_deepep():
-        return "a scale for each channel of weights, and tokens that DeepEP brings"
-    block_shape: Any = getattr(getattr(method, "quant_config", method), "weight_block_size", None)
-    if not per_channel and (not method.block_quant or list(block_shape) != BLOCK_SHAPE):
-        return f"weights with a scale for {block_shape or 'each tensor'}"
-    if layer.w13_weight.dtype is torch.int8:
-        return f"weights of torch.int8 ({CONVERT}=1 converts MXFP4 to FP8, with twice the bytes)"
-    if layer.w13_weight.dtype is not torch.float8_e4m3fn:
-        return f"weights of {layer.w13_weight.dtype}"
-    if scale is None or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        return "scales that are neither float32 nor float8_e8m0fnu"
+    in_mxfp4 = layer.w13_weight.dtype is torch.int8
+    if why := "" if in_mxfp4 and mxfp4_mode() else why_no_fp8(method, layer, exchange.is_deepep()):
+        return why
     if config.params_dtype not in (None, torch.bfloat16):
         return f"tokens of {config.params_dtype}"
     if getattr(layer, "w13_weight_bias", None) is not None:
@@ -394,6 +438,28 @@ def why_not(method: Any, layer: Any, config: Any) -> str:
     if config.no_combine or config.apply_router_weight_on_input:
         return "experts that are not weighted and summed"
     return why_refused(sizes(layer, config), **activation_of(config))
+
+
+def why_no_fp8(method: Any, layer: Any, sent: bool) -> str:
+    """Return why a layer's weights are not served, or "" if they are.
+
+    Args:
+        sent: tokens come from other ranks.
+    """
+    weights, scale = layer.w13_weight, scale_of(layer, "w13")
+    if weights.dtype is torch.int8:
+        return f"weights in MXFP4 ({MXFP4}={EXACT} packs them for our kernels)"
+    per_channel = scale is not None and scale.shape[1:2] == weights.shape[1:2]
+    if per_channel and sent:
+        return "a scale for each channel of weights, and tokens that DeepEP brings"
+    block_shape: Any = getattr(getattr(method, "quant_config", method), "weight_block_size", None)
+    if not per_channel and (not method.block_quant or list(block_shape) != BLOCK_SHAPE):
+        return f"weights with a scale for {block_shape or 'each tensor'}"
+    if weights.dtype is not torch.float8_e4m3fn:
+        return f"weights of {weights.dtype}"
+    if scale is None or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        return "scales that are neither float32 nor float8_e8m0fnu"
+    return ""
 
 
 def why_no_swiglu(config: Any) -> str:

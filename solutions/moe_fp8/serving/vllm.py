@@ -6,7 +6,7 @@ Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8
 mixture-of-experts layers that the kernels serve. `VllmBatchedExperts` runs them if DeepEP's
 low-latency mode or NIXL exchanges the tokens. Other layers, and all layers of a vLLM that lacks
 names the plugin needs, keep vLLM's kernel, and vLLM's log says why. Weights in FP8 are used as
-loaded, weights in MXFP4 re-encoded if `MOE_FP8_MXFP4` allows it.
+loaded, weights in MXFP4 packed if `MOE_FP8_MXFP4` asks for it.
 """
 
 import functools
@@ -61,7 +61,7 @@ NEEDED_FOR_MXFP4 = {
     ),
     "vllm.model_executor.utils:replace_parameter": "layer param_name new_tensor",
 }
-"""vLLM's names that the plugin uses to re-encode MXFP4 experts."""
+"""vLLM's names that the plugin uses to serve MXFP4 experts."""
 
 
 def register() -> None:
@@ -72,7 +72,7 @@ def register() -> None:
 
 def attach() -> list[str]:
     """Return what vLLM lacks. If it lacks nothing, replace its choice in every importing module,
-    and attach the re-encoding of MXFP4 experts."""
+    and attach the packing of MXFP4 experts."""
     if lacks := lacking(NEEDED_NAMES):
         return lacks
     from vllm.logger import init_logger

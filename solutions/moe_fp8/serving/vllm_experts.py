@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from ..api import batched_experts, experts
+from .packed import form_for, forms
 from .plugins import VLLM, accurate, why_not_here, why_refused
 from .prepare import prepare
 
@@ -50,6 +51,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         self.layer_config = moe_config
         self.options = {"accurate": accurate(VLLM), **activation_of(moe_config)}
         self.per_channel = quant_config.per_out_ch_quant
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # FP8 weights of packed ones
         self.is_prepared = False
 
     @staticmethod
@@ -108,6 +110,11 @@ class VllmExperts(mk.FusedMoEExpertsModular):
     ):
         return (0,), (0,), (M, K)
 
+    def moe_problem_size(self, a1, w1, w2, topk_ids):
+        # vLLM expects three dimensions, packed weights have four. `workspace_shapes` uses only the
+        # numbers that are those of the tokens.
+        return super().moe_problem_size(a1, w1.flatten(2), w2.flatten(2), topk_ids)
+
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation,
         global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2,
@@ -115,10 +122,8 @@ class VllmExperts(mk.FusedMoEExpertsModular):
     ):  # fmt: skip
         if apply_router_weight_on_input:  # vLLM has already multiplied the tokens
             topk_weights = torch.ones_like(topk_weights)
-        call = (
-            topk_ids.contiguous(), topk_weights.contiguous(), hidden_states,
-            w1, self.w1_scale, w2, self.w2_scale,
-        )  # fmt: skip
+        pairs = topk_ids.contiguous(), topk_weights.contiguous()
+        weights = forms(w1, self.w1_scale, w2, self.w2_scale, self.copies)
         options = {
             "x_scale": None if a1q_scale is None else a1q_scale.t(),
             "expert_map": expert_map,
@@ -128,9 +133,12 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         }
         if not self.is_prepared:
             # vLLM's first call is its profiling run, after loading, with the final types.
-            prepare(experts, *call, **options, tokens=most_tokens(self.layer_config))
+            most = most_tokens(self.layer_config)
+            for form in weights:
+                prepare(experts, *pairs, hidden_states, *form, **options, tokens=most)
             self.is_prepared = True
-        experts(*call, **options)
+        form = form_for(weights, topk_ids.numel() / global_num_experts)
+        experts(*pairs, hidden_states, *form, **options)
 
 
 class VllmBatchedExperts(VllmExperts):
@@ -164,13 +172,15 @@ class VllmBatchedExperts(VllmExperts):
         expert_tokens_meta, apply_router_weight_on_input,
     ):  # fmt: skip
         counts = expert_tokens_meta.expert_num_tokens
-        call = hidden_states, counts, w1, self.w1_scale, w2, self.w2_scale
+        weights = forms(w1, self.w1_scale, w2, self.w2_scale, self.copies)
         expected_m = expected_tokens(global_num_experts, topk_ids.shape[1])
         options = {"x_scale": a1q_scale, "expected_m": expected_m, "out": output, **self.options}
         if not self.is_prepared:  # as in `VllmExperts.apply`
-            prepare(batched_experts, *call, **options)
+            for form in weights:
+                prepare(batched_experts, hidden_states, counts, *form, **options)
             self.is_prepared = True
-        batched_experts(*call, **options)
+        form = form_for(weights, expected_m or 0)
+        batched_experts(hidden_states, counts, *form, **options)
 
 
 def most_tokens(config: Any) -> int:
