@@ -10,9 +10,10 @@ import pytest
 import torch
 from installed import engine
 from moe_fp8 import experts as own_experts
+from moe_fp8 import from_mxfp4
 from moe_fp8.kernels.architectures import GPUS
 from moe_fp8.reference import quantise_rows
-from moe_fp8.serving import bake, plugins
+from moe_fp8.serving import bake, packed, plugins
 from moe_fp8.serving import sglang as plugin
 from reference import Weights, kernels_of, layer, peer_of_a_sweep
 
@@ -153,7 +154,7 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
     monkeypatch.setattr(plugin, "experts", noted)
     call = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
     other_dispatched = dispatched._replace(topk_output=other)
-    out = plugin.run_standard(other_dispatched, call, config_of(), set(), StandardCombineInput)
+    out = plugin.run_standard(other_dispatched, [call], config_of(), set(), StandardCombineInput)
     assert types == [(torch.int32, torch.float32)]
     reference = wanted(dispatched._replace(topk_output=other._replace(topk_ids=ids)), weights, 2.5)
     assert calc_diff(out.hidden_states, reference) < 1e-3
@@ -417,11 +418,114 @@ def in_fp4(registered):
         method, module = method_and_layer(Weights(experts, H, WIDTH))
         method.is_fp4_expert, method.dequant_fp4_to_fp8 = True, converted
         method.use_mxfp8 = method.convert_mxfp8_to_block = False
+        for name in ("w13_weight", "w2_weight"):  # plain attributes, in the place of parameters
+            delattr(module, name)
+            delattr(module, f"{name}_scale_inv")
         module.w13_weight, module.w13_weight_scale_inv = fp4(span, experts, 2 * WIDTH, H)
         module.w2_weight, module.w2_weight_scale_inv = fp4(span, experts, H, WIDTH)
         return method, module
 
     return make
+
+
+def reencoded(module: torch.nn.Module) -> Weights:
+    """Return a layer's MXFP4 weights in FP8."""
+    weights = Weights.__new__(Weights)
+    for w in ("w13", "w2"):
+        values = getattr(module, f"{w}_weight").data
+        scales = getattr(module, f"{w}_weight_scale_inv").data.to(torch.float8_e8m0fnu)
+        converted, block_scales = from_mxfp4(values, scales, lossy=True)
+        setattr(weights, w, converted)
+        setattr(weights, f"{w}_scale", block_scales)
+    return weights
+
+
+@pytest.mark.parametrize("converts", [True, False])
+@pytest.mark.parametrize("asked", ["exact", "both", "lossy"])
+def test_mxfp4_experts_run_packed(asked, converts, in_fp4, monkeypatch, caplog):
+    """The plugin packs before SGLang converts to FP8: half the bytes, and the bits of FP8."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    method, module = in_fp4(converts)
+    weights = reencoded(module)
+    method.create_moe_runner(module, config_of())
+    assert not caplog.records and method.runner.runner_backend.is_triton()
+    with caplog.at_level(logging.INFO, plugin.__name__):
+        method.process_weights_after_loading(module)
+    (record,) = caplog.records
+    assert record.getMessage() == "moe_fp8 serves layers of 16 of 64 experts, top 8, 512 x 256"
+    assert module.w13_weight.dtype is module.w2_weight.dtype is torch.uint8
+    parameters = dict(module.named_parameters())
+    assert ("w13_weight_fp8" in parameters) == (asked == "both")
+    assert all(len(parameter) == LOCAL for parameter in parameters.values()), "EPLB moves experts"
+    dispatched = tokens(local_ids())
+    topk_weights, ids, _ = dispatched.topk_output
+    fp8 = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+    wanted = own_experts(ids, 2.5 * topk_weights, dispatched.hidden_states, *fp8, num_experts=E)
+    for most in (1, 1000):
+        monkeypatch.setattr(packed, "FP8_ROWS", most)
+        assert torch.equal(method.apply(module, dispatched).hidden_states, wanted)
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(4, torch.float8_e4m3fn), (5, torch.uint8)])
+def test_fp8_copies_run_where_experts_have_many_rows(most, dtype, in_fp4, monkeypatch):
+    """33 tokens of 8 experts: 4.1 rows of each of 64."""
+    monkeypatch.setenv(plugins.MXFP4, "both")
+    monkeypatch.setattr(packed, "FP8_ROWS", most)
+    ran = []
+
+    def spy(ids: Any, weights: Any, x: Any, w13: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        ran.append(getattr(w13, "blocks", w13).dtype)
+        return own_experts(ids, weights, x, w13, *rest, **options)
+
+    monkeypatch.setattr(plugin, "experts", spy)
+    method, module = in_fp4(True)
+    method.create_moe_runner(module, config_of())
+    method.process_weights_after_loading(module)
+    method.apply(module, tokens(local_ids()))
+    assert ran == [dtype]
+
+
+@pytest.mark.parametrize("asked", ["exact", "both"])
+def test_mxfp4_experts_that_cannot_be_packed_are_sglangs(asked, in_fp4, monkeypatch, caplog):
+    """SGLang converts the weights as loaded, rounds them, and runs its own kernel."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    method, module = in_fp4(True, span=15, experts=2)
+    method.create_moe_runner(module, config_of())
+    method.process_weights_after_loading(module)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == plugin.__name__]
+    assert line.startswith("moe_fp8 does not serve layers of 2 of 64 experts")
+    assert re.search(r"layer 3.w13_weight: packed: .*block \(0, 0, 0\) .* which spans 15; ", line)
+    assert line.endswith("; SGLang's kernel does") and method.runner.runner_backend.is_triton()
+    assert module.w13_weight.dtype is torch.float8_e4m3fn
+
+
+def test_mxfp4_experts_are_rounded_where_that_is_asked_for(in_fp4, monkeypatch, caplog):
+    monkeypatch.setenv(plugins.MXFP4, "lossy")
+    method, module = in_fp4(True, span=15, experts=2)
+    with pytest.warns(UserWarning, match="values are rounded"):
+        weights = reencoded(module)
+    method.create_moe_runner(module, config_of())
+    method.process_weights_after_loading(module)
+    assert not method.runner.runner_backend.is_triton()
+    assert re.search(
+        "moe_fp8: layer 3.w13_weight: values are rounded .* largest error", caplog.text
+    )
+    for w in ("w13", "w2"):
+        assert torch.equal(getattr(module, f"{w}_weight").float(), getattr(weights, w).float())
+
+
+def test_a_runner_that_cannot_be_made_leaves_the_weights(in_fp4, monkeypatch, caplog):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    method, module = in_fp4(True)
+    weights = reencoded(module)
+    method.create_moe_runner(module, config_of())
+    monkeypatch.setattr(plugin, "change_runner", fail)
+    method.process_weights_after_loading(module)
+    assert "RuntimeError: broken; SGLang's kernel does" in caplog.text
+    assert torch.equal(module.w13_weight.float(), weights.w13.float()), "as SGLang converts them"
 
 
 @pytest.mark.parametrize("converted", [True, False])
@@ -436,7 +540,7 @@ def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
         for _ in range(2):
             method.process_weights_after_loading(module)
     assert caplog.text.count("moe_fp8 serves layers") == converted
-    assert caplog.text.count("weights of torch.int8 (SGLANG_DSV4_FP4_DEQUANT=1") == (not converted)
+    assert caplog.text.count("weights in MXFP4 (MOE_FP8_MXFP4=exact packs") == (not converted)
     if converted:
         weights.w13, weights.w13_scale = module.w13_weight.data, module.w13_weight_scale_inv.data
         weights.w2, weights.w2_scale = module.w2_weight.data, module.w2_weight_scale_inv.data
@@ -445,28 +549,29 @@ def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
         assert calc_diff(out, wanted(dispatched, weights, 2.5)) < 1e-3
 
 
-@pytest.mark.parametrize("asked", ["", "lossy"])
-def test_values_that_sglang_rounds(asked, in_fp4, monkeypatch, caplog):
-    """SGLang does not say so. Its own kernel runs, unless the user asks for rounding."""
-    monkeypatch.setenv(plugins.MXFP4, asked)
+def test_values_that_sglang_rounds(in_fp4, caplog):
+    """SGLang does not say so. Its own kernel runs."""
     method, module = in_fp4(True, span=15, experts=2)
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
-    assert method.runner.runner_backend.is_triton() != bool(asked)
+    assert method.runner.runner_backend.is_triton()
     lines = [record.getMessage() for record in caplog.records]
     first = next(line for line in lines if "as SGLang converted it" in line)
     assert re.search(r"layer 3, w13_weight, .*block \(0, 0, 0\) .* spans 15; the largest", first)
-    assert first.endswith("packed weights; SGLang's kernel does") != bool(asked)
+    assert first.endswith("names a layer where it cannot; SGLang's kernel does")
 
 
-def test_zeros_of_a_large_exponent_are_no_reason_to_round(in_fp4, caplog):
-    """SGLang rounds a block with such a group; the values decide, not the exponents."""
+@pytest.mark.parametrize("asked", ["", "exact"])
+def test_zeros_of_a_large_exponent_are_no_reason_to_round(asked, in_fp4, monkeypatch, caplog):
+    """SGLang rounds a block with such a group. Packed weights are exact: the values decide, not the
+    exponents."""
+    monkeypatch.setenv(plugins.MXFP4, asked)
     method, module = in_fp4(True, experts=2)
     module.w2_weight.data[1, 0, :16], module.w2_weight_scale_inv.data[1, 0, 0] = 0, 2.0**12
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
-    assert method.runner.runner_backend.is_triton()
-    assert "layer 3, w2_weight, as SGLang converted it: values" in caplog.text
+    assert method.runner.runner_backend.is_triton() == (not asked)
+    assert ("layer 3, w2_weight, as SGLang converted it: values" in caplog.text) == (not asked)
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
