@@ -48,6 +48,7 @@ LAYERS = {
     "minimax-m2": 12,
     "qwen3-235b-a22b": 16,
     "qwen3-30b-a3b": 48,
+    "qwen3-30b-a3b-mxfp4": 48,
 }
 """Layers of the known models that fit 80 GB with a cache for keys and values."""
 

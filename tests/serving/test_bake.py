@@ -23,7 +23,7 @@ from moe_fp8.cache import CACHE_VARIABLE, NOT_KEPT
 from moe_fp8.call import Form
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.serving import bake
+from moe_fp8.serving import bake, plugins
 from moe_fp8.serving import prepare as ahead
 
 SMALL = {
@@ -252,8 +252,9 @@ def test_options_reach_the_kernels(config, compiled, tmp_path):
 # --- models ---------------------------------------------------------------------------------------
 
 
-def test_every_known_model_is_served() -> None:
+def test_every_known_model_is_served(monkeypatch) -> None:
     assert len(bake.MODELS) >= 7
+    monkeypatch.setenv(plugins.MXFP4, "exact")
     for name in bake.MODELS:
         assert forms(*bake.calls(bake.find_model(name)))
     model = bake.find_model("deepseek-v3")
@@ -346,14 +347,74 @@ def test_a_configuration_by_channel_is_read():
         (fp8(weight_block_size=[1, 128]), r"blocks of \[128, 128\], .* got 'fp8' of \[1, 128\]"),
         ({"quantization_config": {"config_groups": {"a": {"weights": {"strategy": "channel"}}}}},
          "got None of 'channel'"),
-        ({"expert_dtype": "fp4"}, "experts in FP4"),
-        (fp8(expert_dtype="fp4"), "experts in FP4"),
         ({"swiglu_limits": [1, 2]}, "swiglu_limits: expected one"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_served_is_refused(changes, why):
     with pytest.raises(ValueError, match=why):
         bake.read_model("a", {**SMALL, **changes})
+
+
+V4 = {
+    "model_type": "deepseek_v4", "expert_dtype": "fp4", "n_routed_experts": 256,
+    "num_experts_per_tok": 6, "hidden_size": 4096, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "swiglu_limit": 10.0, "hidden_act": "silu",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3",
+                            "activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
+}  # fmt: skip
+"""The part of DeepSeek-V4-Flash's config.json about experts."""
+W4A8 = bake.MODELS["qwen3-30b-a3b-mxfp4"]["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        V4,
+        {**V4, "expert_dtype": None},
+        {**SMALL, "expert_dtype": "fp4"},
+        {**SMALL, **fp8(expert_dtype="fp4")},
+        {**SMALL, "quantization_config": W4A8},
+    ],
+)
+def test_experts_in_mxfp4_are_packed_as_by_the_server(config, monkeypatch):
+    model = bake.read_model("a", config)
+    assert model.mxfp4
+    wanted = {"exact": {True}, "both": {True, False}, "lossy": {True, False}}
+    for mode, packed in wanted.items():
+        monkeypatch.setenv(plugins.MXFP4, mode)
+        for engine in ("vllm", "sglang"):
+            assert {form.packed for *_, form in forms(*bake.calls(model, engine))} == packed
+        with pytest.raises(bake.UsageError, match="MXFP4: expected --engine vllm or sglang"):
+            forms(*bake.calls(model, "transformers"))
+    monkeypatch.setenv(plugins.MXFP4, "0")
+    with pytest.raises(bake.UsageError, match="MXFP4: expected MOE_FP8_MXFP4=exact, both or lossy"):
+        forms(*bake.calls(model))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_bits": 8}, {"group_size": 16}, {"type": "int"}, {"strategy": "channel"}]
+)
+def test_four_bits_of_another_kind_are_refused(changes):
+    (group,) = W4A8["config_groups"].values()
+    changed = {**W4A8, "config_groups": {"a": {**group, "weights": group["weights"] | changes}}}
+    with pytest.raises(ValueError, match="quantization_config: expected FP8 in blocks"):
+        bake.read_model("a", {**SMALL, "quantization_config": changed})
+
+
+def test_deepseek_v4_in_fp8_needs_no_packed_kernels():
+    assert not bake.read_model("a", {**V4, "expert_dtype": "fp8"}).mxfp4
+
+
+def test_the_program_bakes_packed_kernels(config, compiled, tmp_path, monkeypatch, capsys):
+    small = {**V4, "n_routed_experts": 4, "hidden_size": 256, "moe_intermediate_size": 128,
+             "num_experts_per_tok": 2}  # fmt: skip
+    config.joinpath("config.json").write_text(json.dumps(small))
+    assert run(config, tmp_path / "out") == 2 and not compiled
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    assert run(config, tmp_path / "out") == 0
+    assert {geometry[-1].packed for geometry in compiled} == {True}
+    assert {geometry[0].swiglu.limit for geometry in compiled} == {10.0}
+    assert "experts in MXFP4, MOE_FP8_MXFP4=exact" in capsys.readouterr().out
 
 
 def test_a_model_of_the_hub(config, compiled, tmp_path, monkeypatch, capsys):

@@ -25,10 +25,19 @@ import torch
 
 from ..api import batched_experts, call_of, experts
 from ..cache import CACHE_VARIABLE, KernelCache
-from ..call import BLOCK, CHUNK_TOKENS, MoeShape, shown
+from ..call import BLOCK, CHUNK_TOKENS, PACKED_BYTES, MoeShape, shown
 from ..kernels.architectures import GPUS, Architecture
+from ..mxfp4 import GROUP, PackedWeights
 from .models import MODELS
-from .plugins import BLOCK_SHAPE, describe_layers, in_words, without_hint
+from .plugins import (
+    BLOCK_SHAPE,
+    EXACT,
+    MXFP4,
+    describe_layers,
+    in_words,
+    mxfp4_mode,
+    without_hint,
+)
 from .prepare import Geometry, compile_all, list_geometries
 
 CONFIG = "config.json"
@@ -97,6 +106,7 @@ class Model:
     activation: tuple[tuple[str, float], ...] = ()  # options of `experts`
     per_channel: bool = False  # a weight scale for each output channel, not for each block
     scale_fmt: str = ""  # "ue8m0": scales are powers of two
+    mxfp4: bool = False  # experts in four bits, which the plugins pack
     read: str = field(default="", compare=False)  # what the configuration says, and where
 
 
@@ -104,7 +114,7 @@ class Call(NamedTuple):
     """A call that a plugin prepares for, with tensors that have no memory."""
 
     function: Any
-    arguments: tuple[torch.Tensor, ...]
+    arguments: tuple[Any, ...]
     options: dict[str, Any]
 
 
@@ -181,8 +191,10 @@ def read_model(name: str, config: Any) -> Model:
     )
     if why := why_not(quantisation) or why_no_swiglu(config):
         raise ValueError(why)
-    if "fp4" in (config.get("expert_dtype"), quantisation.get("expert_dtype")):
-        raise ValueError("experts in FP4: their scales are known when they are loaded")
+    # Like vLLM: DeepSeek-V4's experts are in FP4 unless the configuration has another type.
+    usual = "fp4" if config.get("model_type") == "deepseek_v4" else None
+    dtype = config.get("expert_dtype") or quantisation.get("expert_dtype") or usual
+    mxfp4 = dtype == "fp4" or is_mxfp4(quantisation)
     if config.get("torch_dtype") == "float16" or config.get("dtype") == "float16":
         raise ValueError("tokens of float16: expected bfloat16")
     sources = {size: size_of(config, names) for size, names in NAMES.items()}
@@ -197,10 +209,13 @@ def read_model(name: str, config: Any) -> Model:
     weights = "weights that the engine quantises in blocks"
     if quantisation:
         weights = "FP8 by channel" if is_per_channel(quantisation) else "FP8 in blocks of 128 x 128"
+    if mxfp4:
+        weights = f"experts in MXFP4, {MXFP4}={mxfp4_mode()}"
     return Model(
         name, **sizes, shared=sources["shared"][1] if shared else 0,
         activation=tuple((key, config[key]) for key in ACTIVATION if config.get(key)),
         per_channel=is_per_channel(quantisation), scale_fmt=quantisation.get("scale_fmt") or "",
+        mxfp4=mxfp4,
         read="; ".join([read, ", ".join(acts) or "SwiGLU (no activation is named)", weights]),
     )  # fmt: skip
 
@@ -256,23 +271,24 @@ def why_not(quantisation: Mapping[str, Any]) -> str:
         return ""
     method, blocks = quantisation.get("quant_method"), quantisation.get("weight_block_size")
     served = method in ("fp8", "compressed-tensors")
-    for weights, tokens in groups_of(quantisation):
+    for weights, tokens in () if is_mxfp4(quantisation) else groups_of(quantisation):
         blocks = blocks or weights.get("block_structure") or weights.get("strategy")
         served = served and weights.get("type", "float") == "float"
         served = served and weights.get("num_bits") in (None, 8)
         served = served and tokens.get("dynamic") is not False
-    if not served or not (blocks == BLOCK_SHAPE or is_per_channel(quantisation)):
+    known = blocks == BLOCK_SHAPE or is_per_channel(quantisation) or is_mxfp4(quantisation)
+    if not served or not known:
         return (
             f"quantization_config: expected FP8 in blocks of {BLOCK_SHAPE}, or by channel with "
             f"tokens quantised in the call, got {shown(method)} of {shown(blocks)}"
         )
-    for key, known in (
+    for key, values in (
         ("activation_scheme", (None, "dynamic")),
         ("fmt", (None, "e4m3")),
         ("scale_fmt", (None, "", "ue8m0")),
     ):
-        if quantisation.get(key) not in known:
-            return f"{key}={shown(quantisation[key])}: expected {known[-1]}"
+        if quantisation.get(key) not in values:
+            return f"{key}={shown(quantisation[key])}: expected {values[-1]}"
     for key in UNQUANTISED:
         modules = quantisation.get(key) or []
         if not isinstance(modules, list):
@@ -310,6 +326,17 @@ def is_per_channel(quantisation: Mapping[str, Any]) -> bool:
     )
 
 
+def is_mxfp4(quantisation: Mapping[str, Any]) -> bool:
+    """Return True for compressed-tensors' MXFP4 with tokens that are quantised in FP8."""
+    groups = groups_of(quantisation)
+    form = {"strategy": "group", "type": "float", "num_bits": 4, "group_size": GROUP}
+    return bool(groups) and all(
+        form.items() <= weights.items()
+        and (tokens.get("num_bits"), tokens.get("dynamic")) == (8, True)
+        for weights, tokens in groups
+    )
+
+
 # --- calls --------------------------------------------------------------------------------------
 
 
@@ -323,7 +350,8 @@ def calls(
     accurate: bool = False,
 ) -> Iterator[Call]:
     """Yield the calls that the ranks of an engine prepare for: one for each number of local
-    experts, width and number of fused shared experts.
+    experts, width, number of fused shared experts and form of the weights. The environment's
+    `MOE_FP8_MXFP4` decides the forms of experts in MXFP4.
 
     Args:
         model: its expert layers.
@@ -335,8 +363,15 @@ def calls(
         accurate: two FP8 terms between the GEMMs.
 
     Raises:
-        UsageError: the GPUs cannot share the layer like this.
+        UsageError: the GPUs cannot share the layer like this, or the engine's plugin does not serve
+            the model so.
     """
+    mode = mxfp4_mode() if model.mxfp4 else ""
+    if model.mxfp4 and (not mode or engine == "transformers"):
+        expected = f"expected {MXFP4}={EXACT}, both or lossy, as the server has it"
+        if mode:
+            expected = "expected --engine vllm or sglang"
+        raise UsageError(f"--model {model.name}: experts in MXFP4: {expected}")
     ranks = tensor_parallel * data_parallel
     split = ranks if expert_parallel else 1
     counts = {"--tensor-parallel": tensor_parallel, "--data-parallel": data_parallel}
@@ -363,10 +398,11 @@ def calls(
     shared_counts = {0, model.shared} if engine == "sglang" and exchange is None else {0}
     for local in sorted(locals_):
         for shared in sorted(shared_counts):
-            yield call(
-                model, engine, local, width, shared, split > 1, accurate,
-                EXCHANGES[exchange] if exchange else None,
-            )  # fmt: skip
+            for packed in {"": [False], EXACT: [True]}.get(mode, [True, False]):
+                yield call(
+                    model, engine, local, width, shared, split > 1, accurate,
+                    EXCHANGES[exchange] if exchange else None, packed,
+                )  # fmt: skip
 
 
 def call(
@@ -378,8 +414,10 @@ def call(
     has_map: bool,
     accurate: bool,
     exchange: Exchange | None,
+    packed: bool = False,
 ) -> Call:
-    """Return the call of a layer with `local` of the model's and `shared` more experts."""
+    """Return the call of a layer with `local` of the model's and `shared` more experts, in packed
+    MXFP4 or in FP8."""
     number, local, top_k = model.experts + shared, local + shared, model.top_k + shared
     # If weights have a scale for each channel, an exchange leaves tokens in bfloat16.
     in_fp8 = exchange is not None and not model.per_channel
@@ -387,14 +425,15 @@ def call(
     # Only Transformers holds these scales as exponents.
     exponents = engine == "transformers" and model.scale_fmt == "ue8m0"
     scale_type = torch.float8_e8m0fnu if exponents else torch.float32
-    weights = tuple(
-        part
-        for n, k in ((2 * width, model.hidden), (model.hidden, width))
-        for part in (
-            tensor(torch.float8_e4m3fn, local, n, k),
-            tensor(scale_type, local, *((n, 1) if model.per_channel else (n // BLOCK, k // BLOCK))),
-        )
-    )
+    weights: tuple[Any, ...] = ()
+    for n, k in ((2 * width, model.hidden), (model.hidden, width)):
+        blocks = n // BLOCK, k // BLOCK
+        scale = tensor(scale_type, local, *((n, 1) if model.per_channel else blocks))
+        if packed:
+            values = tensor(torch.uint8, local, *blocks, PACKED_BYTES)
+            weights += PackedWeights(values, scale, gated=not weights), None
+        else:
+            weights += tensor(torch.float8_e4m3fn, local, n, k), scale
     options: dict[str, Any] = {"accurate": accurate, **dict(model.activation)}
     if exponents:
         options["ue8m0"] = True

@@ -2,7 +2,8 @@
 weights: sizes as published.
 
 DeepSeek-V3 and GLM-5 have one dense layer in place of three, so that a few layers include experts.
-`deepseek-v3-tp8` is the share of one of eight tensor-parallel ranks.
+`deepseek-v3-tp8` is the share of one of eight tensor-parallel ranks. `qwen3-30b-a3b-mxfp4` has
+experts in MXFP4 and everything else in bfloat16, in the format of compressed-tensors.
 """
 
 from typing import Any
@@ -129,6 +130,39 @@ def qwen3(layers: int, **sizes: Any) -> Config:
     )
 
 
+MXFP4: Config = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+"""MXFP4 weights with tokens in FP8."""
+QWEN3_30B = qwen3(
+    48,
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_attention_heads=32,
+)
 MODELS: dict[str, Config] = {
     "deepseek-v3": deepseek(),
     "deepseek-v3-tp8": deepseek(
@@ -182,11 +216,6 @@ MODELS: dict[str, Config] = {
         moe_intermediate_size=1536,
         num_attention_heads=64,
     ),
-    "qwen3-30b-a3b": qwen3(
-        48,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_attention_heads=32,
-    ),
+    "qwen3-30b-a3b": QWEN3_30B,
+    "qwen3-30b-a3b-mxfp4": QWEN3_30B | {"quantization_config": MXFP4},
 }
