@@ -903,6 +903,7 @@ BLOCKS = {  # vLLM's experts of a model: the part of its code that makes the lay
     "minimax-m2": "minimax_m2:MiniMaxM2MoE",
     "qwen3-30b-a3b": "qwen3_moe:Qwen3MoeSparseMoeBlock",
     "qwen3-235b-a22b": "qwen3_moe:Qwen3MoeSparseMoeBlock",
+    "qwen3-30b-a3b-mxfp4": "qwen3_moe:Qwen3MoeSparseMoeBlock",
 }
 
 
@@ -968,7 +969,7 @@ UNEVEN = (6, 0, True, False), (6, 5, True, True)  # 22 experts, 21
 
 @pytest.mark.parametrize(
     ("name", "ranks", "rank", "expert_parallel", "accurate"),
-    [(name, *split) for name in BLOCKS for split in SPLITS]
+    [(name, *split) for name in BLOCKS for split in SPLITS if not name.endswith("mxfp4")]
     + [("qwen3-30b-a3b", *split) for split in UNEVEN],
 )
 def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
@@ -995,6 +996,44 @@ def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
     baked = {*bake.geometries_of([*calls], *GPUS["h100"])}
     uneven = expert_parallel and model.experts % ranks > 0
     assert kernels <= baked and (len(baked) > len(kernels)) == uneven
+
+
+@pytest.mark.parametrize("asked", ["exact", "both"])
+@pytest.mark.parametrize(("ranks", "rank", "expert_parallel"), [(1, 0, False), (8, 3, True)])
+def test_what_is_prepared_for_mxfp4_is_what_the_plugin_asks_for(
+    asked, ranks, rank, expert_parallel, loaded, block_of, monkeypatch
+):
+    """vLLM reads compressed-tensors' configuration, and makes the layer and its parameters."""
+    pytest.importorskip(W4A8)
+    monkeypatch.setenv(plugins.MXFP4, asked)
+    choice = engine_mxfp4.Mxfp4MoeBackend.MARLIN, None
+    monkeypatch.setattr(engine_mxfp4, "select_deepseek_v4_mxfp4_moe_backend", lambda *_: choice)
+    kernels: set[Any] = set()
+    prepare = lambda *call, **options: kernels.update(kernels_of(*call, **options))  # noqa: E731
+    monkeypatch.setattr(vllm_experts, "prepare", prepare)
+    runner = block_of("qwen3-30b-a3b-mxfp4", ranks, rank, expert_parallel)
+    layer = runner.routed_experts
+
+    def without_values(where: str, w13: packed.Mxfp4, w2: packed.Mxfp4, warn: Any) -> Any:
+        _, _, _, first, _, second, _ = calls[0].arguments
+        shapes = [(*values.shape[:2], 2 * values.shape[2]) for values, _ in (w13, w2)]
+        for (local, n, k), weights in zip(shapes, (first, second), strict=True):
+            assert weights.scale.shape == (local, n // 128, k // 128)
+        copies = [torch.empty(n, dtype=torch.float8_e4m3fn, device="meta") for n in shapes]
+        return [*first[:2], *second[:2], *(copies if asked == "both" else ())], ""
+
+    model = bake.find_model("qwen3-30b-a3b-mxfp4")
+    calls = [*bake.calls(model, "vllm", ranks, expert_parallel)]
+    baked = {*bake.geometries_of(calls, *GPUS["h100"])}
+    monkeypatch.setattr("moe_fp8.serving.vllm_mxfp4.convert", without_values)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.empty(3, layer.moe_config.hidden_dim, dtype=torch.bfloat16, device="meta")
+    logits = torch.empty(3, layer.moe_config.num_experts, device="meta")
+    types = layer.quant_method.topk_indices_dtype
+    with torch.compiler.set_stance("force_eager"):
+        topk_weights, ids = runner.router.select_experts(x, logits, topk_indices_dtype=types)
+    layer.quant_method.apply(layer, x, topk_weights, ids, None, None)
+    assert kernels == baked
 
 
 EXCHANGES = {  # the part of vLLM that says which ids it needs
