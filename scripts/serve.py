@@ -6,14 +6,16 @@
     run.py serve --model DIR --text FILE --bf16 DIR2 --compare bf16,engine,ours,accurate
 
 Each backend is the engine's offline API in a process of its own: `engine` (as it comes), `tuned`
-(vLLM's Triton kernel with the files that vLLM has for an H200), `ours`, `accurate`, or a kernel by
-the engine's own name (`deep_gemm`, `flashinfer_cutlass`, ...).
+(vLLM's Triton kernel with the files that vLLM has for an H200), `ours`, `accurate`, `both` (ours,
+with FP8 copies of experts in MXFP4), or a kernel by the engine's own name (`deep_gemm`, `humming`,
+`marlin`, ...).
 
 First every served layer's output on real activations is compared with float32 arithmetic on its
 dequantised weights (calc_diff). Then, after a warm-up, a decode step, a prefill and a mixed load
 are timed: 128 requests of 512 + 64 tokens, or as many as the largest batch has. The CUDA graph of a
 decode step is timed, too ("graph"): the GPU's part of the step, which does not change with the
-host. What is compiled after the start is counted.
+host. The GPU memory of the model's tensors is shown, the most while it is loaded, and after that.
+What is compiled after the start is counted.
 With trained weights tokens and log-probabilities are compared with those of the first backend; of
 random ones they say nothing. `--text` adds the loss of a text, with its standard error over windows
 of 1024 tokens, its difference from the first backend's on the same windows, and how often both have
@@ -357,6 +359,9 @@ def check(backend: Backend) -> Iterator[Row]:
         why = backend.log_lines("moe_fp8") or ["the log does not name moe_fp8"]
         raise Failure(f"{backend.setup.backend}: nothing is served: {why[-1]}")
     yield row_of(backend, "start", None, round(backend.start_seconds, 1), "s")
+    for what, name in (("loading", "memory while loading"), ("loaded", "memory after loading")):
+        if of_ranks := [float(gib) for lines in reported(backend.directory, what) for gib in lines]:
+            yield row_of(backend, name, None, round(max(of_ranks), 2), "GiB")
     tokens = CHECK_TOKENS[backend.setup.engine]
     backend.ask("check", tokens)
     layers = layers_of(backend.directory)

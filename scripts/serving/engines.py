@@ -20,7 +20,8 @@ from scripts.common.program import UsageError, error_line, write_json
 ENGINES = ("vllm", "sglang")
 SWITCH = {"vllm": "MOE_FP8_VLLM", "sglang": "MOE_FP8_SGLANG"}
 AS_IT_COMES = ("engine", "bf16")
-OWN = ("ours", "accurate")
+OWN = ("ours", "accurate", "both")
+MXFP4 = "MOE_FP8_MXFP4"
 CACHE_BYTES = 5 * 2**30
 """Bytes of the cache for keys and values."""
 PROMPT_ROOM = 256
@@ -147,7 +148,8 @@ def reported(directory: Path, what: str) -> list[list[str]]:
 @dataclass(frozen=True)
 class Setup:
     """The settings of an engine. `backend` is `engine`, `bf16` (the same with BF16 weights),
-    `tuned`, `ours`, `accurate`, or the engine's name for one of its kernels."""
+    `tuned`, `ours`, `accurate`, `both` (with FP8 copies of MXFP4 experts), or the engine's name for
+    one of its kernels."""
 
     engine: str
     backend: str
@@ -169,8 +171,11 @@ class Setup:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of the engine's processes."""
-        own = {"ours": "1", "accurate": "accurate"}
+        own = {"ours": "1", "accurate": "accurate", "both": "1"}
         variables = {SWITCH[self.engine]: own.get(self.backend, "0")}
+        if self.backend in OWN:
+            asked = os.environ.get(MXFP4, "exact")
+            variables[MXFP4] = "both" if self.backend == "both" else asked
         if self.engine == "vllm":
             if self.tensor_parallel == 1:  # so that times exclude traffic between processes
                 variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

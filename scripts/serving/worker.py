@@ -140,6 +140,9 @@ def report(what: str, line: float) -> None:
 
 def register_vllm() -> None:
     watch("vllm")
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    BaseModelLoader.load_model = weighing(BaseModelLoader.load_model)
     if os.environ.get(RANDOM):
         from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -149,7 +152,9 @@ def register_vllm() -> None:
 def register_sglang() -> None:
     watch("sglang")
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
+    ModelRunner.load_model = weighing(ModelRunner.load_model)
     # Methods for `Engine.collective_rpc`, which returns nothing.
     Scheduler.time_graphs = TimesGraphs.time_graphs
     Scheduler.report_graph_times = report_graph_times
@@ -163,6 +168,25 @@ def report_graph_times(scheduler: Any) -> None:
     """Report the times of the replays of a scheduler of SGLang, and end the timing."""
     for milliseconds in TimesGraphs.graph_times(scheduler):
         report("graphs", milliseconds)
+
+
+def weighing(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of an engine that loads a model, and reports the GiB of tensors on the GPU:
+    the most while it ran, and those that it left. An engine may register a plugin several times."""
+    if hasattr(load, "__wrapped__"):
+        return load
+
+    @functools.wraps(load)
+    def weighed(*arguments: Any, **named: Any) -> Any:
+        if not torch.cuda.is_available():
+            return load(*arguments, **named)
+        torch.cuda.reset_peak_memory_stats()
+        result = load(*arguments, **named)
+        report("loading", torch.cuda.max_memory_allocated() / 2**30)
+        report("loaded", torch.cuda.memory_allocated() / 2**30)
+        return result
+
+    return weighed
 
 
 def fill_model(model: Any) -> None:
@@ -219,16 +243,31 @@ def checking(experts: Experts, tokens: int, report: Callable[[float], None]) -> 
     """Return `experts` that compares each layer's first call of so many tokens, on the engine's
     activations, with float32 arithmetic, and reports the calc_diff."""
     # Not before the engine has begun: these import the package.
+    from moe_fp8.mxfp4 import PackedWeights, unpack
+
     from scripts.measuring.accuracy import calc_diff, in_float32
+
+    def in_fp8(weights: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unpack the experts one by one: the intermediate values take 20 times the bytes."""
+        if not isinstance(weights, PackedWeights):
+            return weights, scale
+        blocks, scale, gated = weights
+        one_by_one = zip(blocks.split(1), scale.split(1), strict=True)
+        return torch.cat([unpack(PackedWeights(*one, gated)) for one in one_by_one]), scale
 
     seen = set()
 
     @functools.wraps(experts)
-    def checked(ids: Any, weights: Any, x: Any, w13: Any, *rest: Any, **options: Any) -> Any:
-        out = experts(ids, weights, x, w13, *rest, **options)
-        if len(x) == tokens and w13.data_ptr() not in seen:
-            seen.add(w13.data_ptr())
-            report(calc_diff(out, in_float32(ids, weights, x, w13, *rest, **options)))
+    def checked(
+        ids: Any, weights: Any, x: Any, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        out = experts(ids, weights, x, w13, w13_scale, w2, w2_scale, **options)
+        address = getattr(w13, "blocks", w13).data_ptr()
+        if len(x) == tokens and address not in seen:
+            seen.add(address)
+            fp8 = *in_fp8(w13, w13_scale), *in_fp8(w2, w2_scale)
+            report(calc_diff(out, in_float32(ids, weights, x, *fp8, **options)))
         return out
 
     return checked
@@ -292,17 +331,50 @@ CHUNK = 2**27
 """Values that are drawn at once."""
 
 
+MXFP4_SPREAD, EXPONENTS = 10.2, 3
+"""Standard deviation of MXFP4 values with random codes, each code as often, and exponents of -3 to
+3, each as often."""
+
+
 @torch.no_grad()
 def fill(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write the parameters of a model, by name."""
-    for name, parameter in parameters:
-        fill_one(name, parameter.data)
+    rest = {name: parameter.data for name, parameter in parameters}
+    for name in [*rest]:
+        values, base = rest.get(name), name.removesuffix("_packed")
+        scale = next((s for s in (f"{base}_scale", f"{base}_scale_inv") if s in rest), "")
+        if scale and values.dtype in (torch.uint8, torch.int8):
+            fill_mxfp4(name, values, rest.pop(scale))
+            del rest[name]
+    for name, p in rest.items():
+        fill_one(name, p)
+
+
+def generator_of(name: str, p: torch.Tensor) -> torch.Generator:
+    return torch.Generator(p.device).manual_seed(zlib.crc32(name.encode()))
+
+
+def fill_mxfp4(name: str, values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write MXFP4 weights with the spread of others: bytes of two values, and a power of two for 32
+    of them, as exponents or, in SGLang, as numbers."""
+    generator = generator_of(name, values)
+    values.view(torch.uint8).random_(0, 256, generator=generator)
+    spread = (DOWN if ".w2_" in name else 1.0) * (2 * values.shape[-1]) ** -0.5
+    middle = round(math.log2(spread / MXFP4_SPREAD))
+    exponents = torch.randint(
+        middle - EXPONENTS, middle + EXPONENTS + 1, scale.shape, generator=generator,
+        device=scale.device,
+    )  # fmt: skip
+    if scale.dtype is torch.float32:
+        scale.copy_(torch.ldexp(torch.ones_like(scale), exponents))
+    else:
+        scale.view(torch.uint8).copy_(exponents + 127)
 
 
 def fill_one(name: str, p: torch.Tensor) -> None:
     """Write one parameter. Unit spread of a projection's outputs: standard deviation 1 /
     sqrt(K)."""
-    generator = torch.Generator(p.device).manual_seed(zlib.crc32(name.encode()))
+    generator = generator_of(name, p)
     leaf = name.rpartition(".")[2]
     if p.numel() == 1 or not p.is_floating_point():
         return  # leave scales of attention's FP8, and parameters other than weights, to the engine

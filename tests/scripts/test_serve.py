@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_fp8 import api, experts
+from moe_fp8 import api, experts, from_mxfp4, pack_mxfp4
 from moe_fp8.cache import CACHE_VARIABLE, KernelCache
 from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels import compile as compiling
@@ -23,6 +23,7 @@ from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.reference import quantise_blocks, quantise_rows
 from moe_fp8.serving import prepare
+from mxfp4_values import drawn
 from programs import call, gone
 
 from scripts import serve
@@ -432,7 +433,7 @@ def test_setups_follow_the_options(monkeypatch):
     assert first.variables == {"MOE_FP8_VLLM": "0", "VLLM_BATCH_INVARIANT": "1"}
     assert third.variables["MOE_FP8_VLLM"] == "1" and third.expert_parallel
     of_sglang = Setup("sglang", "accurate", first.model)
-    assert of_sglang.variables == {"MOE_FP8_SGLANG": "accurate"}
+    assert of_sglang.variables == {"MOE_FP8_SGLANG": "accurate", "MOE_FP8_MXFP4": "exact"}
 
 
 @pytest.mark.parametrize(
@@ -466,6 +467,9 @@ def test_known_models(name):
     assert model.layers <= model.published and model.vocabulary > 10_000
     assert model.overrides.get("num_hidden_layers", model.published) == model.layers
     quantisation = model.config["quantization_config"]
+    if name.endswith("mxfp4"):  # tests/engines lets vLLM read it
+        assert quantisation["quant_method"] == "compressed-tensors"
+        return
     assert quantisation["weight_block_size"] == [128, 128]
     # vLLM quantises Qwen3's routers unless they are named.
     routers = [f"model.layers.{i}.mlp.gate" for i in range(model.published)]
@@ -533,6 +537,37 @@ def test_random_weights_follow_from_names_and_have_a_sane_spread():
     assert 0 <= float(bias.min()) < float(bias.max()) <= 0.1
     assert float(draw("attn.k_scale", 1)) == 0.0, "as the engine made it"
     assert draw("some.int", 4, dtype=torch.int32).tolist() == [0] * 4
+    assert draw("some.bytes", 4, dtype=torch.uint8).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "types"),
+    [
+        ("weight", "weight_scale", (torch.uint8, torch.uint8)),  # vLLM
+        ("weight_packed", "weight_scale", (torch.uint8, torch.uint8)),  # by compressed-tensors
+        ("weight", "weight_scale_inv", (torch.int8, torch.float32)),  # SGLang
+    ],
+)
+@pytest.mark.parametrize("scale_first", [False, True])
+def test_random_mxfp4_weights_are_codes_and_powers_of_two(values, scale, types, scale_first):
+    """All codes, exponents that can be packed, and the spread of other weights."""
+    k, spread = 512, {}
+    for w in ("w13", "w2"):
+        parameters = [
+            (f"mlp.experts.{w}_{values}", torch.zeros(4, 256, k // 2, dtype=types[0])),
+            (f"mlp.experts.{w}_{scale}", torch.ones(4, 256, k // 32).to(types[1])),
+        ]
+        worker.fill(reversed(parameters) if scale_first else parameters)
+        (_, codes), (_, exponents) = parameters
+        if exponents.dtype is torch.float32:
+            exponents = exponents.to(torch.float8_e8m0fnu)
+        assert len(codes.view(torch.uint8).unique()) == 256
+        assert len(exponents.view(torch.uint8).unique()) == 7
+        assert pack_mxfp4(codes, exponents)
+        fp8, block_scales = from_mxfp4(codes, exponents)
+        wide = block_scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        spread[w] = float((fp8.float() * wide).std()) * k**0.5
+    assert 0.7 < spread["w13"] < 1.42 and 0.7 < spread["w2"] / worker.DOWN < 1.42
 
 
 def experts_of(tokens: int = 9) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -544,6 +579,67 @@ def experts_of(tokens: int = 9) -> tuple[tuple[torch.Tensor, ...], dict[str, Any
     ids = torch.randint(6, (tokens, 3), generator=generator)
     weights = (*quantise_blocks(random(4, 256, 256)), *quantise_blocks(random(4, 256, 128)))
     return (ids, random(tokens, 3).abs(), random(tokens, 256).bfloat16(), *weights), {}
+
+
+def test_the_check_of_a_layer_unpacks_mxfp4(monkeypatch):
+    """The values of packed weights are compared, not the function's own arithmetic."""
+    (ids, weights, x, *_), options = experts_of()
+    packed, fp8 = [], []
+    for shape, gated in (((4, 256, 256), True), ((4, 256, 128), False)):
+        values, exponents = drawn(*shape, lowest=116, span=6)
+        packed += [pack_mxfp4(values, exponents, gated=gated), None]
+        fp8 += from_mxfp4(values, exponents)
+    diffs: list[float] = []
+    for run in (experts, lambda *arguments, **named: 2 * experts(*arguments, **named)):
+        checking(run, 9, diffs.append)(ids, weights, x, *packed, **options)
+        checking(run, 9, diffs.append)(ids, weights, x, *fp8, **options)
+    right, right_fp8, wrong, wrong_fp8 = diffs
+    assert right == right_fp8 < 1e-3 and wrong == wrong_fp8 > 0.1
+
+
+def test_memory_is_reported_while_a_model_is_loaded_and_after(tmp_path, monkeypatch):
+    """By each rank; the rows have the largest."""
+    monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
+    gib = {"max": 0, "now": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: gib.update(max=gib["now"]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: gib["max"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: gib["now"] * 2**30)
+
+    class Loader:
+        def load_model(self, most: int, after: int) -> str:
+            gib.update(max=most, now=after)
+            return "model"
+
+    for _ in range(2):  # as an engine may register a plugin
+        Loader.load_model = worker.weighing(Loader.load_model)
+    for rank, (most, after) in enumerate([(7, 4), (6, 5)]):
+        gib["max"] = 99  # before the model
+        monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
+        assert Loader().load_model(most, after) == "model"
+    model = find_model("qwen3-30b-a3b", 2, True)
+    backend = SimpleNamespace(
+        setup=Setup("vllm", "engine", model), directory=tmp_path, version="1", start_seconds=1.0,
+        log_lines=lambda text: [], ask=lambda *_: None,
+    )  # fmt: skip
+    rows = {row["part"]: (row["value"], row["unit"]) for row in serve.check(backend)}
+    assert rows["memory while loading"] == (7.0, "GiB")
+    assert rows["memory after loading"] == (5.0, "GiB")
+
+
+def test_backends_of_mxfp4_experts(monkeypatch):
+    """Ours packs by default; `both` adds FP8 copies; others go by the engine's name."""
+    monkeypatch.delenv(engines.MXFP4, raising=False)
+    model = find_model("qwen3-30b-a3b-mxfp4", 2, True)
+    names = ("ours", "both", "humming", "marlin")
+    ours, both, humming, marlin = (Setup("vllm", name, model) for name in names)
+    assert ours.variables.items() >= {"MOE_FP8_VLLM": "1", "MOE_FP8_MXFP4": "exact"}.items()
+    assert both.variables.items() >= {"MOE_FP8_VLLM": "1", "MOE_FP8_MXFP4": "both"}.items()
+    for setup in (humming, marlin):
+        assert setup.variables["MOE_FP8_VLLM"] == "0"
+        assert engines.engine_options(setup)["kernel_config"] == {"moe_backend": setup.backend}
+    monkeypatch.setenv(engines.MXFP4, "lossy")
+    assert ours.variables["MOE_FP8_MXFP4"] == "lossy" != both.variables["MOE_FP8_MXFP4"]
 
 
 KINDS = "plain", "offset", "map", "fp8", "clamped", "ue8m0", "e8m0"
@@ -876,7 +972,7 @@ def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_pat
     monkeypatch.setattr(worker, "CALLERS", ("api",))
     monkeypatch.setattr(worker, "count", lambda: None)
     for _ in range(2):  # as an engine may register a plugin
-        worker.register_vllm()
+        worker.watch("vllm")
     calls = [experts_of() for _ in range(4)]  # of weights of their own
     for rank, (arguments, options) in zip((1, 1, 2, 2), calls, strict=True):
         monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
