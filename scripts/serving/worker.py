@@ -341,11 +341,10 @@ def fill(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write the parameters of a model, by name."""
     rest = {name: parameter.data for name, parameter in parameters}
     for name in [*rest]:
-        values, base = rest.get(name), name.removesuffix("_packed")
+        base = name.removesuffix("_packed")
         scale = next((s for s in (f"{base}_scale", f"{base}_scale_inv") if s in rest), "")
-        if scale and values.dtype in (torch.uint8, torch.int8):
-            fill_mxfp4(name, values, rest.pop(scale))
-            del rest[name]
+        if scale and rest[name].dtype in (torch.uint8, torch.int8):
+            fill_mxfp4(name, rest.pop(name), rest.pop(scale))
     for name, p in rest.items():
         fill_one(name, p)
 

@@ -672,15 +672,19 @@ def test_a_scheduler_takes_the_remote_calls_that_time_graphs(monkeypatch, tmp_pa
     """`run.py serve` adds two methods to it, and reads the times from a file of the process."""
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.io_struct import RpcReqInput
+    from sglang.srt.model_executor import model_runner
 
     from scripts.serving import worker
 
     monkeypatch.setattr(worker, "watch", lambda engine: None)
     monkeypatch.delenv(worker.RANDOM, raising=False)
     monkeypatch.setenv(worker.DIRECTORY, str(tmp_path))
+    load = model_runner.ModelRunner.load_model
+    monkeypatch.setattr(model_runner.ModelRunner, "load_model", load)  # restored
     for name in ("time_graphs", "report_graph_times"):
         monkeypatch.setattr(scheduler.Scheduler, name, None, raising=False)
     worker.register_sglang()
+    assert model_runner.ModelRunner.load_model.__wrapped__ is load
     monkeypatch.setattr(scheduler, "barrier", lambda group: None)
 
     @contextlib.contextmanager

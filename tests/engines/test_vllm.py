@@ -27,7 +27,7 @@ from mxfp4_values import drawn
 from reference import Weights, kernels_of, layer, peer_of_a_sweep
 
 from scripts.measuring.accuracy import calc_diff
-from scripts.serving import clients
+from scripts.serving import clients, worker
 from scripts.serving.engines import Setup, find_model
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
@@ -372,8 +372,8 @@ def selection(monkeypatch):
     monkeypatch.setenv(plugins.VLLM, "1")
     for name in ("Mxfp4MoEMethod", "GptOssMxfp4MoEMethod"):  # what the plugin wraps
         method = getattr(engine_mxfp4, name)
-        name = "process_weights_after_loading"
-        monkeypatch.setattr(method, name, vars(method)[name])
+        for name in ("create_weights", "process_weights_after_loading"):
+            monkeypatch.setattr(method, name, vars(method)[name])
     monkeypatch.setitem(sys.modules, "blocked", None)  # so that its import fails
     plugin.register()
     plugin.register()
@@ -584,6 +584,21 @@ def test_mxfp4_experts_run_packed(name, asked, limit, loaded, problem, monkeypat
     assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize("name", ["Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod"])
+def test_a_packed_layer_fits_where_another_was_loaded(name, loaded, monkeypatch):
+    """An allocator gives a freed block only to tensors that fit: values alone leave too little."""
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    setup = loaded(name)
+    blocks = {}
+    for parameter_name, parameter in setup.layer.named_parameters():
+        storage = parameter.untyped_storage()
+        blocks[parameter_name[:3].rstrip("_"), storage.data_ptr()] = storage.nbytes()
+    assert len(blocks) == 2
+    setup.method.process_weights_after_loading(setup.layer)
+    for (w, _), nbytes in blocks.items():
+        assert getattr(setup.layer, f"{w}_weight").untyped_storage().nbytes() == nbytes
+
+
 @pytest.mark.parametrize(("most", "dtype"), [(16, torch.float8_e4m3fn), (17, torch.uint8)])
 def test_fp8_copies_run_where_experts_have_many_rows(
     most, dtype, loaded, problem, monkeypatch, logged
@@ -618,6 +633,28 @@ def test_vllm_moves_packed_experts(asked, loaded, problem, monkeypatch):
         parameter.copy_(parameter[places].clone())
     out, wanted = outputs(setup, problem, {n: t[places] for n, t in checkpoint().items()})
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("name", ["Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod"])
+def test_random_weights_of_serve_are_packed(name, loaded, problem, monkeypatch):
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    setup = loaded(name)
+    worker.fill_model(setup.layer)
+    tensors = {n.removesuffix("_packed"): p.clone() for n, p in setup.layer.named_parameters()}
+    setup.method.process_weights_after_loading(setup.layer)
+    out, wanted = outputs(setup, problem, tensors)
+    assert torch.equal(out, wanted) and 0.1 < float(out.float().std()) < 10
+
+
+def test_serve_weighs_the_function_that_loads_a_model(monkeypatch):
+    from vllm.model_executor.model_loader import base_loader, dummy_loader
+
+    load = base_loader.BaseModelLoader.load_model
+    monkeypatch.setattr(base_loader.BaseModelLoader, "load_model", load)  # restored
+    monkeypatch.setattr(worker, "watch", lambda engine: None)
+    monkeypatch.delenv(worker.RANDOM, raising=False)
+    worker.register_vllm()
+    assert dummy_loader.DummyModelLoader.load_model.__wrapped__ is load
 
 
 def reload(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

@@ -49,7 +49,10 @@ NEEDED_NAMES = {
 }
 """vLLM's names that the plugin uses to choose a layer and in served layers (for `lacking`)."""
 QUANTISATION = "vllm.model_executor.layers.quantization"
+CREATED = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype"
 NEEDED_FOR_MXFP4 = {
+    f"{QUANTISATION}.mxfp4:Mxfp4MoEMethod.create_weights": CREATED,
+    f"{QUANTISATION}.mxfp4:GptOssMxfp4MoEMethod.create_weights": CREATED,
     f"{QUANTISATION}.mxfp4:Mxfp4MoEMethod.process_weights_after_loading": "self layer",
     f"{QUANTISATION}.mxfp4:GptOssMxfp4MoEMethod.process_weights_after_loading": "self layer",
     f"{MOE}:RoutedExperts._expert_routing_tables": "self",

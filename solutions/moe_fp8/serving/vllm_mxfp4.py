@@ -27,8 +27,31 @@ def attach(say: Any, warn: Any) -> None:
     """Let our kernels run layers of MXFP4 experts, if they are served and the user asks for it."""
     for name in METHODS:
         method = getattr(methods, name)
+        method.create_weights = together(method.create_weights)
         original = method.process_weights_after_loading
         method.process_weights_after_loading = wrap(original, say, warn)
+
+
+def together(create_weights: Any) -> Any:
+    """Return a `create_weights` whose values and exponents share memory: as much as the packed
+    weights take. So the next layer's packed weights fit where a packed layer's were loaded. In
+    sleep mode nothing else frees that memory before all of the model is loaded: `empty_cache` does
+    not reach vLLM's pool."""
+
+    @functools.wraps(create_weights)
+    def create(self: Any, layer: Any, *arguments: Any, **named: Any) -> None:
+        create_weights(self, layer, *arguments, **named)
+        if not mxfp4_mode():
+            return
+        for weight, scale in (NAMES[:2], NAMES[2:4]):
+            parts = getattr(layer, weight), getattr(layer, scale)
+            memory = parts[0].new_zeros(sum(part.numel() for part in parts))
+            for part, of_memory in zip(
+                parts, memory.split([p.numel() for p in parts]), strict=True
+            ):
+                part.data = of_memory.view(part.shape)
+
+    return create
 
 
 def wrap(original: Any, say: Any, warn: Any) -> Any:
