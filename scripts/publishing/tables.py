@@ -660,7 +660,7 @@ SERVED = {"vllm": "served", "sglang": "served_sglang"}
 """The measurement's name, by engine."""
 TRAINED = "_trained"
 """The end of the name if the model has trained weights."""
-OWN = ("ours", "accurate")
+OWN = ("ours", "accurate", "both")
 NOISY = 0.15
 """Spread of a backend's repeats above which a gain does not count: the host's other load made
 it."""

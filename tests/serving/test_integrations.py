@@ -213,8 +213,8 @@ def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):
     assert selection(1, weight_key=2, activation_key=3) == (1, "theirs")
     why = "'types.SimpleNamespace' object has no attribute 'sizes'"
     assert f"does not serve a layer: AttributeError: {why}; vLLM's kernel does" in caplog.text
-    weight = torch.empty(1, 256, 128, dtype=torch.float8_e4m3fn)
-    layer = SimpleNamespace(w13_weight=weight, w2_weight=weight)
+    w13, w2 = (torch.empty(1, n, 128, dtype=torch.float8_e4m3fn) for n in (256, 128))
+    layer = SimpleNamespace(w13_weight=w13, w2_weight=w2)
     config, method = SimpleNamespace(num_experts=1, top_k=1), SimpleNamespace(runner="theirs")
     sglang_plugin.log_once.cache_clear()
     sglang_plugin.create_moe_runner(lambda *_: None, method, layer, config)
