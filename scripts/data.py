@@ -9,25 +9,30 @@ definitions whose workloads stand for no captured ones.
 
 A spec file (workloads/<op type>/<definition>.spec.json) has for each workload the parameters of its
 routing, and the SHA-256 of its tensors. flashinfer-bench reads the workload file beside it. A
-workload pins the routing tensors and the scalars. All other inputs are random.
+workload pins the routing tensors and the scalars. All other inputs are random. The scales of MXFP4
+weights are pinned, too, in one file for all workloads of a definition: flashinfer-bench would draw
+bytes of any value, among them NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import math
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scripts.common.definitions import (
     DEEPSEEK_V3,
     DEFAULT,
+    GIVEN,
+    GROUP,
     RENORMALIZE,
     MoeDefinition,
     find,
@@ -67,9 +72,9 @@ except ModuleNotFoundError:  # before the set-up: options are listed
 # on a coarse grid, so margins take separate values, and a draw with a margin close to the threshold
 # is not used (see `margin_gap`).
 
-MOMENTS = {DEEPSEEK_V3: (-1.6706, 0.6560), RENORMALIZE: (0.0, 1.0)}
+MOMENTS = {DEEPSEEK_V3: (-1.6706, 0.6560), RENORMALIZE: (0.0, 1.0), GIVEN: (-1.6706, 0.6560)}
 """Mean and standard deviation of the logits, by routing: those of the captured ones. For
-renormalised routing none are known."""
+renormalised routing none are known. Given experts are chosen as DeepSeek-V3 chooses them."""
 LOW_BIAS, HIGH_BIAS = 4.9375, 4.96875  # the two values of the captured bias
 
 # Experts whose captured bias is the high one.
@@ -91,7 +96,7 @@ _NOISE_STRENGTH = 1024  # every other strength is relative to this
 
 # Streams of one seed. Stream _NOISE + n is the n-th draw of the noise, n > 0 for redrawn rows.
 _EXPERT, _GROUP, _TOKEN, _REQUEST, _MEMBER, _REQUEST_GROUP, _NOISE = 0, 1, 2, 3, 4, 5, 16
-_BIAS = 6  # of the seed 0, which no workload has
+_BIAS, _EXPONENTS = 6, 7  # of the seed 0, which no workload has
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,27 @@ def _to_moments(z: np.ndarray, std: float) -> tuple[float, float]:
     return float(Fraction(total, z.size)), factor
 
 
+LEAST_EXPONENT = 117
+"""The least scale of MXFP4 weights, 2^-10, as e8m0. With up to four more binades the outputs have a
+standard deviation near 1, so that bench's absolute tolerance of 0.1 is a tenth of it."""
+
+
+def weight_scales(definition: MoeDefinition) -> dict[str, torch.Tensor]:
+    """Return the scales of MXFP4 weights, the bits of e8m0: five exponents, the middle one six
+    times as often as the outer ones."""
+    import torch
+
+    experts, stream = definition.num_local_experts, itertools.count(_EXPONENTS)
+    scales = {}
+    for name, (n, k) in zip(("gemm1", "gemm2"), definition.gemms, strict=True):
+        shape = experts, n, k // GROUP
+        drawn = _raw(0, next(stream), math.prod(shape) // 8).astype("<u8").view(np.uint8)
+        ones = sum(drawn >> np.uint8(bit) & np.uint8(1) for bit in range(4))
+        exponents = (ones + np.uint8(LEAST_EXPONENT)).astype(np.int8).reshape(shape)
+        scales[f"{name}_weights_scale"] = torch.from_numpy(exponents)
+    return scales
+
+
 @dataclass(frozen=True)
 class Draw:
     logits: np.ndarray  # float32 [T, num_experts], exact in bfloat16
@@ -257,6 +283,15 @@ def route(
         np.sort(order[:, -top_k:], axis=-1),
         np.minimum(margin, ranked[:, -top_k] - ranked[:, -top_k - 1]),
     )
+
+
+def chosen_weights(draw: Draw, routed_scaling_factor: float) -> np.ndarray:
+    """Return the weights [T, top_k] of the chosen experts as DeepSeek-V3 makes them, rounded to
+    bfloat16 so that no rounding of exp shows in them. float32."""
+    logits = np.take_along_axis(draw.logits, draw.ids, axis=1).astype(np.float64)
+    scores = 1.0 / (1.0 + np.exp(-logits))
+    weights = scores / scores.sum(axis=1, keepdims=True) * routed_scaling_factor
+    return round_to_bfloat16(weights.astype(np.float32))
 
 
 def count_local(
@@ -337,6 +372,12 @@ class WorkloadSpec:
         """The inputs that are not random: None for tensors, values of scalars."""
         if self.definition.routing == RENORMALIZE:
             return {"routing_logits": None}
+        if self.definition.routing == GIVEN:
+            return {
+                "topk_ids": None,
+                "topk_weights": None,
+                "local_expert_offset": self.local_expert_offset,
+            }
         return {
             "routing_logits": None,
             "routing_bias": None,
@@ -351,7 +392,12 @@ class WorkloadSpec:
         """Return the pinned tensors, from `draw` if it is passed."""
         import torch
 
-        logits = torch.from_numpy((draw or self.draw()).logits)
+        drawn = draw or self.draw()
+        if self.definition.routing == GIVEN:
+            weights = chosen_weights(drawn, self.definition.routed_scaling_factor)
+            ids = torch.from_numpy(drawn.ids.astype(np.int32))
+            return {"topk_ids": ids, "topk_weights": torch.from_numpy(weights)}
+        logits = torch.from_numpy(drawn.logits)
         if "routing_bias" not in self.pinned:
             return {"routing_logits": logits.bfloat16()}
         bias = torch.from_numpy(routing_bias(self.definition))
@@ -360,9 +406,18 @@ class WorkloadSpec:
 
 def blob_path(spec: WorkloadSpec) -> Path:
     """Return the path of the workload's tensors in a data set, as in the official one."""
-    name = spec.definition.name
-    folder = Path("blob") / "workloads" / spec.definition.op_type / name
-    return folder / f"{name}_{spec.blob}.safetensors"
+    return blobs(spec.definition, spec.blob)
+
+
+def scales_path(definition: MoeDefinition) -> Path:
+    """Return the path of MXFP4 weights' scales, which all workloads of a definition share."""
+    return blobs(definition, "scales")
+
+
+def blobs(definition: MoeDefinition, part: str) -> Path:
+    name = definition.name
+    folder = Path("blob") / "workloads" / definition.op_type / name
+    return folder / f"{name}_{part}.safetensors"
 
 
 def workloads_path(definition: MoeDefinition) -> Path:
@@ -377,10 +432,9 @@ def spec_path(definition: MoeDefinition) -> Path:
 
 def load_specs(definition: MoeDefinition = DEFAULT) -> list[WorkloadSpec]:
     """Return the committed specs of a definition in the order of the data set."""
-    entries = json.loads((ROOT / spec_path(definition)).read_text(encoding="utf-8"))["workloads"]
     return [
         WorkloadSpec(**e | {"model": LogitModel(**e["model"])}, definition=definition)
-        for e in entries
+        for e in read(spec_path(definition))["workloads"]
     ]
 
 
@@ -395,26 +449,33 @@ def make_workloads(
     selected = [spec for spec in load_specs(definition) if spec.uuid in uuids]
     paths = [root / blob_path(spec) for spec in selected]
     for number, (spec, path) in enumerate(zip(selected, paths, strict=True), 1):
-        done = _make_blob(spec, path)
+        done = _make_blob(path, f"workload {spec.uuid}", spec.sha256, spec.tensors)
         say(f"[{number:2}/{len(selected)}] {spec.uuid[:8]}  {spec.seq_len:6} tokens  {done}")
+    if definition.mxfp4:
+        paths.append(root / scales_path(definition))
+        sha256 = read(spec_path(definition))["scales_sha256"]
+        make = functools.partial(weight_scales, definition)
+        say(f"scales of the weights  {_make_blob(paths[-1], 'the scales', sha256, make)}")
     return paths
 
 
-def _make_blob(spec: WorkloadSpec, path: Path) -> str:
+def _make_blob(
+    path: Path, name: str, sha256: str, make: Callable[[], dict[str, torch.Tensor]]
+) -> str:
     """Make one file of tensors if needed. Return what was done."""
     from safetensors.torch import save
 
     if path.is_file():
         old_digest, foreign = read_blob(path)
-        if old_digest == spec.sha256:
+        if old_digest == sha256:
             return "up to date"
         if foreign:
             return "kept: not written by this program"
-    tensors = spec.tensors()
-    if (got := digest(tensors)) != spec.sha256:
+    tensors = make()
+    if (got := digest(tensors)) != sha256:
         raise Failure(
-            f"workload {spec.uuid}: the tensors made here have SHA-256 {got}, the spec says "
-            f"{spec.sha256}; the generator and the spec are out of step"
+            f"{name}: the tensors made here have SHA-256 {got}, the spec says {sha256}; the "
+            "generator and the spec are out of step"
         )
     write_file(path, save(tensors, BLOB_METADATA))
     return "made"
@@ -475,14 +536,18 @@ def own_specs(definition: MoeDefinition) -> list[WorkloadSpec]:
 
 def workload_line(spec: WorkloadSpec) -> str:
     """Return the workload's line in flashinfer-bench's format."""
-    path = f"./{blob_path(spec).as_posix()}"
+
+    def tensor(path: Path, name: str) -> dict[str, Any]:
+        return {"type": "safetensors", "path": f"./{path.as_posix()}", "tensor_key": name}
+
     pinned = {
-        name: {"type": "safetensors", "path": path, "tensor_key": name}
-        if value is None
-        else {"type": "scalar", "value": value}
+        name: tensor(blob_path(spec), name) if value is None else {"type": "scalar", "value": value}
         for name, value in spec.pinned.items()
     }
     names = read(spec.definition.path)["inputs"]
+    if spec.definition.mxfp4:
+        scales = (name for name in names if name.endswith("_weights_scale"))
+        pinned |= {name: tensor(scales_path(spec.definition), name) for name in scales}
     inputs = {name: pinned.get(name, {"type": "random"}) for name in names}
     record = {
         "definition": spec.definition.name,
@@ -497,7 +562,9 @@ def write_specs(specs: Sequence[WorkloadSpec], root: Path) -> list[Path]:
     """Write the spec file and the workload file of one definition's workloads."""
     definition = specs[0].definition
     entries = [{k: v for k, v in asdict(s).items() if k != "definition"} for s in specs]
-    document = {"definition": definition.name, "workloads": entries}
+    document: dict[str, Any] = {"definition": definition.name, "workloads": entries}
+    if definition.mxfp4:
+        document["scales_sha256"] = digest(weight_scales(definition))
     write_json(root / spec_path(definition), document)
     lines = "".join(workload_line(s) + "\n" for s in specs)
     write_file(root / workloads_path(definition), lines)

@@ -21,9 +21,16 @@ DEEPSEEK_V3 = "deepseek_v3"
 """Routing: sigmoid scores, normalised by their sum. A bias chooses experts in the best groups."""
 RENORMALIZE = "renormalize"
 """Routing: a softmax over the largest logits. All experts are local, and there is no factor."""
+GIVEN = "given"
+"""No routing: the experts of a token and their weights are inputs."""
+
+ROUTINGS = {"_renorm_": RENORMALIZE, "_given_": GIVEN}
+"""By a part of a definition's name."""
 
 BLOCK = 128
 """Columns of a token, and rows and columns of a weight, that share a scale."""
+GROUP = 32
+"""Columns of an MXFP4 weight's row that share a power of two."""
 LARGE = 8 * 2**30
 """Bytes of weights above which a definition is large: three trials of 2 GB fit an H200, one of
 17."""
@@ -31,7 +38,7 @@ LARGE = 8 * 2**30
 
 @dataclass(frozen=True)
 class MoeDefinition:
-    """An FP8 block-scale mixture-of-experts layer."""
+    """A mixture-of-experts layer with FP8 block-scale or MXFP4 weights."""
 
     name: str
     short: str  # the end of packed solutions' names; empty for the default definition
@@ -46,6 +53,7 @@ class MoeDefinition:
     top_k: int
     routing: str
     swiglu_limit: float | None = None  # clamps SwiGLU's gate from above and its up on both sides
+    mxfp4: bool = False  # weights are MXFP4 as in a checkpoint, and tokens bfloat16
 
     op_type: ClassVar[str] = OP_TYPE
     """flashinfer-bench's op type: the folder of the definition and of its workloads."""
@@ -62,9 +70,9 @@ class MoeDefinition:
 
     @property
     def large(self) -> bool:
-        """True if the FP8 weights are large. For one trial flashinfer-bench has up to five copies
-        of them, and their draws as float32."""
-        return self.num_local_experts * self.expert_weights > LARGE
+        """True if the weights are large. For one trial flashinfer-bench has up to five copies of
+        them, and the draws of FP8 ones as float32."""
+        return self.num_local_experts * weight_bytes(self) > LARGE
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -91,10 +99,12 @@ class MoeDefinition:
         return self.shape if self.short else None
 
     def takes(self, solution: Mapping[str, Any]) -> bool:
-        """True if the solution is packed for this definition. The default takes every solution.
-        Another must be in `routings`; a clamped SwiGLU also needs `clamps`."""
+        """True if the solution is packed for this definition: its routing is one of `routings`,
+        without which a solution is for the default definition alone. A clamped SwiGLU also needs
+        `clamps`."""
         clamps = self.swiglu_limit is None or solution.get("clamps")
-        return bool(clamps) and (not self.short or self.routing in solution.get("routings", ()))
+        default = () if self.short else (self.routing,)
+        return bool(clamps) and self.routing in solution.get("routings", default)
 
 
 def read(definition: Path) -> dict[str, Any]:
@@ -123,8 +133,9 @@ def moe(
         n_group=of_name.get("ng", 1),
         topk_group=of_name.get("kg", 1),
         top_k=of_name["topk"],
-        routing=RENORMALIZE if "_renorm_" in name else DEEPSEEK_V3,
+        routing=next((r for mark, r in ROUTINGS.items() if mark in name), DEEPSEEK_V3),
         swiglu_limit=float(of_name["limit"]) if "limit" in of_name else None,
+        mxfp4="_mxfp4_" in name,
     )
 
 
@@ -132,6 +143,9 @@ OWN_TOKENS = (1, 7, 16, 64, 256, 1024, 4096, 8192)
 """Tokens of the workloads that stand for no captured ones."""
 MODEL_TOKENS = (1, 8, 64, 512, 4096)
 """Tokens of the workloads of models that are measured against the peers."""
+MXFP4_TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096)
+"""Tokens of the workloads of layers with MXFP4 weights: those at which docs/notes/w4a8.md compares
+kernels."""
 
 DEFAULT = moe(DEFINITION, "", (), 2.5)
 """The definition that programs use without --definition."""
@@ -141,6 +155,7 @@ DSV3_TP8 = moe(
 KIMI = "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e{}_h7168_i2048"
 MINIMAX = "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e{}_h3072_i1536"
 GLM = "moe_fp8_block_scale_ds_routing_topk8_ng1_kg1_e32_h6144_i2048"
+DEEPSEEK_V4 = "moe_mxfp4_given_topk6_e{}_h{}_i{}_limit10"
 QWEN = "moe_fp8_block_scale_renorm_topk{}_e128_h{}_i{}"
 MOE = (
     DEFAULT,
@@ -155,6 +170,8 @@ MOE = (
     moe(MINIMAX.format(32), "minimax_m2_ep8", MODEL_TOKENS),
     moe(KIMI.format(96), "kimi_k2_ep4", MODEL_TOKENS, 2.827),
     moe(f"{GLM}_limit10", "glm5_limit10", OWN_TOKENS, 2.5),
+    moe(DEEPSEEK_V4.format(256, 4096, 2048), "v4_flash", MXFP4_TOKENS, 1.5),
+    moe(DEEPSEEK_V4.format(48, 7168, 3072), "v4_pro", MXFP4_TOKENS, 2.5),
 )
 SHARED = replace(
     DSV3_TP8,
@@ -245,6 +262,8 @@ def find_layer(name: str) -> MoeDefinition:
 
 def weight_bytes(layer: MoeDefinition = DEFAULT) -> int:
     """Return the bytes of one expert's weights and scales."""
+    if layer.mxfp4:
+        return layer.expert_weights // 2 + layer.expert_weights // GROUP
     return layer.expert_weights + 4 * layer.expert_weights // BLOCK**2
 
 
