@@ -396,12 +396,13 @@ def chunks(inputs: Any, output: torch.Tensor) -> Iterator[tuple[Any, torch.Tenso
 
 # fmt: off
 def run_of(
-    moe: Callable[[MoeInputs, torch.Tensor], None], shape: MoeShape = DEEPSEEK_V3
+    moe: Callable[[Any, torch.Tensor], None], shape: MoeShape = DEEPSEEK_V3
 ) -> Callable[..., None]:
     """Return the function for flashinfer-bench. Its parameters are the definition's inputs in order
     and the output.
 
-    A definition with the routing `renormalize` has no bias, offset and factor.
+    A definition with the routing `renormalize` has no bias, offset and factor. One with `given` has
+    MXFP4 weights, which are passed on as they come.
     """
     def run(
         routing_logits, routing_bias, hidden_states, hidden_states_scale,
@@ -423,7 +424,18 @@ def run_of(
             gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, 0, 1.0,
         ), output)
 
-    return run_renormalize if shape.routing == "renormalize" else run
+    def run_given(
+        topk_ids, topk_weights, hidden_states,
+        gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+        local_expert_offset, output,
+    ):
+        moe(RoutedInputs(
+            topk_ids, topk_weights, hidden_states, None,
+            gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale,
+            local_expert_offset, None,
+        ), output)
+
+    return {"renormalize": run_renormalize, "given": run_given}.get(shape.routing, run)
 # fmt: on
 
 

@@ -94,8 +94,8 @@ def expert_gemms(
     h, i = shape.hidden_size, shape.intermediate_size
     w13, w13_scale, w2, w2_scale = weights
     if w13.dtype is torch.uint8:
-        w13 = unpack(PackedWeights(w13, w13_scale, gated=True))
-        w2 = unpack(PackedWeights(w2, w2_scale, gated=False))
+        w13 = _unpacked(w13, w13_scale, m_indptr, gated=True)
+        w2 = _unpacked(w2, w2_scale, m_indptr, gated=False)
     w13_scale, w2_scale = w13_scale.float(), w2_scale.float()
     g = new((total, 2 * i), dtype=torch.float32)
     grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows)
@@ -107,6 +107,20 @@ def expert_gemms(
     o = new((total, h), dtype=torch.float32 if terms > 1 else torch.bfloat16)
     grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows)
     return o
+
+
+def _unpacked(
+    blocks: torch.Tensor, scale: torch.Tensor, m_indptr: torch.Tensor, gated: bool
+) -> torch.Tensor:
+    """Return the FP8 values of packed weights, of the experts with rows alone. One expert at a time
+    is unpacked, to save memory."""
+    experts, n_blocks, k_blocks, _ = blocks.shape
+    dims = experts, n_blocks * BLOCK, k_blocks * BLOCK
+    values = torch.empty(dims, dtype=torch.float8_e4m3fn, device=blocks.device)
+    for expert in m_indptr.diff().nonzero()[:, 0].tolist():
+        one = slice(expert, expert + 1)
+        values[one] = unpack(PackedWeights(blocks[one], scale[one], gated))
+    return values
 
 
 # --- routing ------------------------------------------------------------------------------------
