@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.common import options
 from scripts.common.definitions import (
     DEFAULT,
+    GIVEN,
     MODEL_TOKENS,
     RENORMALIZE,
     find,
@@ -416,6 +417,10 @@ def parse_arguments() -> argparse.Namespace:
                 environment.read_json(info, environment.RunInfo).get("definition", DEFAULT.name)
             )
         args.definition = args.definition or DEFAULT
+    if args.what in ("sweep", "tune_layer"):
+        layers = args.definition if args.what == "sweep" else [args.definition]
+        if any(layer.routing == GIVEN for layer in layers):
+            raise UsageError(f"{args.what}: not of a layer with given experts")
     if "tokens" in args and args.tokens:
         args.tokens = list(dict.fromkeys(args.tokens))  # each once
 

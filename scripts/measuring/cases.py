@@ -36,6 +36,7 @@ from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
     DSV3_TP8,
+    GIVEN,
     SHARED,
     MoeDefinition,
     build_definition,
@@ -184,11 +185,14 @@ def load_tensors(
 def draw(
     definition: Definition, name: str, shape: Sequence[int], device: torch.device, seed: int
 ) -> torch.Tensor:
-    """Draw a random input as flashinfer-bench does (standard normal; FP8 values clamped to +-2),
-    but from a seed, and in slices: the float32 draws of a whole weight take 3.8 GB."""
+    """Draw a random input as flashinfer-bench does (standard normal; FP8 values clamped to +-2;
+    any bytes), but from a seed, and in slices: the float32 draws of a whole weight take 3.8 GB."""
     dtype = dtype_str_to_torch_dtype(definition.inputs[name].dtype)
     generator = torch.Generator(device=device)
     generator.manual_seed(seed ^ zlib.crc32(name.encode()))
+    if dtype == torch.int8:
+        options: dict[str, Any] = dict(dtype=dtype, device=device, generator=generator)
+        return torch.randint(-128, 128, tuple(shape), **options)
     if dtype != torch.float8_e4m3fn:
         return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -220,13 +224,18 @@ class Inputs:
         values: list[Any] = []
         for (name, tensor), shape in zip(self.definition.inputs.items(), shapes, strict=True):
             spec = workload.inputs.get(name)
+            constant = set(tensor.shape or ()) <= self.definition.const_axes.keys()
             if name in loaded:
-                values.append(loaded[name].to(device))
+                key = f"{spec.path} {spec.tensor_key}"
+                value = self._fixed[key] if key in self._fixed else loaded[name].to(device)
+                values.append(value)
+                if constant:  # prepared weights stay so for all workloads with these scales
+                    self._fixed[key] = value
             elif spec is not None and spec.type == "scalar":
                 values.append(spec.value)
             elif shape is None:
                 raise UsageError(f"workload {workload.uuid} leaves the scalar {name} open")
-            elif all(self.definition.axes[axis].type == "const" for axis in tensor.shape or []):
+            elif constant:
                 if name not in self._fixed:
                     self._fixed[name] = draw(self.definition, name, shape, device, self.seed)
                 values.append(self._fixed[name])
@@ -398,6 +407,8 @@ def histogram(trace_set: TraceSet, workload: Workload, layer: MoeDefinition = DE
     scalars = {n: s.value for n, s in workload.inputs.items() if s.type == "scalar"}
     factor = scalars.get("routed_scaling_factor", 1.0)
     offset = scalars.get("local_expert_offset", 0)
+    if layer.routing == GIVEN:
+        return of_ids(workload.uuid, loaded["topk_ids"], offset, layer)
     logits, bias = loaded["routing_logits"], loaded.get("routing_bias")
     return counted(workload.uuid, logits, bias, offset, factor, layer)
 
@@ -408,12 +419,17 @@ def counted(
     """Count the rows that the layer's routing of these logits gives."""
     bias = None if bias is None else bias.cpu()
     ids, _ = choose_experts(logits.cpu(), bias, factor, MoeShape(**layer.shape))
-    local = ids.long() - offset
+    return of_ids(uuid, ids, offset, layer)
+
+
+def of_ids(uuid: str, ids: torch.Tensor, offset: int, layer: MoeDefinition) -> Histogram:
+    """Count the rows of chosen experts `[T, top_k]`."""
+    local = ids.cpu().long() - offset
     experts = layer.num_local_experts
     here = (local >= 0) & (local < experts)
     counts = local[here].bincount(minlength=experts).tolist()
     hit = int(here.any(dim=1).sum())
-    return Histogram(uuid, len(logits), tuple(counts), hit)
+    return Histogram(uuid, len(ids), tuple(counts), hit)
 
 
 # --- inputs for any number of tokens ------------------------------------------------------------

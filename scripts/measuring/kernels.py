@@ -124,16 +124,17 @@ def work(
 def works(
     names: Sequence[str], h: Histogram, layer: MoeDefinition = DEFAULT
 ) -> list[tuple[str, str | None, Work | None]]:
-    """Return the short name of each kernel of a call, and its stage and work if known."""
+    """Return the short name of each kernel of a call, and its stage and work if known: that of
+    MXFP4 weights is not."""
     known, short = stages(names), list(map(short_name, names))
     others = any(map(OTHERS_GEMM.search, short))
     gathers, quantises = (
         not others and stage not in known for stage in ("permute", "swiglu_quant")
     )
     terms = 2 if any(map(TWO_TERMS.search, names)) else 1
-    work_of = work(h, gathers, quantises, terms, layer)
+    work_of = {} if layer.mxfp4 else work(h, gathers, quantises, terms, layer)
     return [
-        (name, stage, work_of[stage] if stage else None)
+        (name, stage, work_of.get(stage) if stage else None)
         for name, stage in zip(short, known, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 
-from scripts.common.definitions import MoeDefinition, roofline_ms
+from scripts.common.definitions import GROUP, MoeDefinition, roofline_ms
 from scripts.common.program import ACCURACY_TOLERANCES, error_line, steps
 from scripts.measuring.accuracy import calc_diff, cosine, matched_ratio
 from scripts.measuring.cases import Histogram, Inputs, Plan, definition_of, named, tokens
@@ -348,10 +348,11 @@ def measure_reading(
 
     experts = len(cases[0].rows)
     tensors = [
-        torch.randint(0, 255, (experts, n, k), dtype=torch.uint8, device="cuda").view(
+        torch.randint(0, 255, (experts, n, row), dtype=torch.uint8, device="cuda").view(
             torch.float8_e4m3fn
         )
         for n, k in layer.gemms
+        for row in [k // 2 + k // GROUP if layer.mxfp4 else k]  # bytes
     ]
     calls: dict[str, Timed] = {}
     for h in cases:

@@ -435,7 +435,9 @@ def run_of(
             local_expert_offset, None,
         ), output)
 
-    return {"renormalize": run_renormalize, "given": run_given}.get(shape.routing, run)
+    if shape.routing == "given":
+        return run_given
+    return run_renormalize if shape.routing == "renormalize" else run
 # fmt: on
 
 

@@ -18,7 +18,7 @@ from flashinfer_bench.data import Definition, Trace, load_json_file
 from programs import call
 
 from scripts import data
-from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
+from scripts.common.definitions import DEFAULT, MOE, RENORMALIZE, MoeDefinition, find
 from scripts.common.program import ROOT
 from scripts.data import LogitModel, WorkloadSpec, draw_logits, load_specs, routing_bias
 
@@ -106,7 +106,7 @@ def test_a_draw_has_the_tensors_counts_and_moments_of_the_spec(spec) -> None:
     }
     # Or a different rounding of exp could redraw another row on another machine.
     assert routing.margin_gap > data.MIN_MARGIN_GAP
-    mean, std = (-1.6706, 0.6560) if "ds_routing" in definition.name else (0, 1)
+    mean, std = (0, 1) if definition.routing == RENORMALIZE else (-1.6706, 0.6560)
     assert abs(routing.logits.mean(dtype=np.float64) - mean) < 2e-3
     assert abs(routing.logits.std(dtype=np.float64) - std) < 2e-3
     assert routing.logits.shape == (spec.seq_len, definition.num_experts)
@@ -130,7 +130,7 @@ def test_no_choice_hangs_on_a_small_margin(spec) -> None:
     """Recompute in torch and float32, unlike the generator."""
     routing, definition = draw(spec), spec.definition
     scores = torch.from_numpy(routing.logits)
-    if "ds_routing" in definition.name:
+    if definition.routing != RENORMALIZE:
         scores = scores.sigmoid() + torch.from_numpy(routing_bias(definition))
     if definition.topk_group < definition.n_group:
         grouped = scores.view(len(scores), definition.n_group, -1)

@@ -37,4 +37,7 @@ class Mxfp4Layer:
             made = self.prepared(weights)
         else:
             made = of_chosen(self.prepared.make, weights, inputs)
-        self.layer(RoutedInputs(*inputs[:4], *made, *inputs[8:]), output)
+        w13, w13_scale, w2, w2_scale = made
+        self.layer(
+            inputs._replace(w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale), output
+        )

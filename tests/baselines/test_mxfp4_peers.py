@@ -1,0 +1,176 @@
+"""The peers on MXFP4 weights: their packing, refusals, sorted pairs and what they pass. The
+libraries themselves need a GPU."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from moe_fp8.baselines import humming_moe, marlin_moe, supported
+from moe_fp8.call import MoeShape, run_of
+from moe_fp8.four_bits.weights import signature
+from triton_interpreter import DEVICE, interpreter_that_rounds
+
+from scripts.common import sources
+from scripts.common.definitions import find
+
+__all__ = ["interpreter_that_rounds"]  # a fixture
+MODULES = {"humming_moe": humming_moe, "marlin_moe": marlin_moe}
+LIBRARIES = {"humming_moe": "humming", "marlin_moe": "vllm"}
+SHAPE = MoeShape(**find("v4_pro").shape)
+every_module = pytest.mark.parametrize("name", MODULES)
+
+
+def arguments(tokens: int = 1) -> list:
+    """Arguments of full size that hold nothing, in the definition's order."""
+    *inputs, output = (
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for spec in signature(SHAPE, tokens).specs
+    )
+    return [*inputs, 48, output]
+
+
+@every_module
+def test_packs_without_our_kernels(name) -> None:
+    for short in ("v4_flash", "v4_pro"):
+        definition = find(short)
+        generation = {g.name: g for g in sources.generations(definition=definition)}
+        solution = json.loads(sources.pack(generation[f"{name}_{short}"]))
+        paths = {source["path"] for source in solution["sources"]}
+        assert f"moe_fp8/baselines/{name}.py" in paths
+        assert not any(path.startswith("moe_fp8/kernels/") for path in paths)
+        assert "moe_fp8/mxfp4.py" not in paths and "moe_fp8/api.py" not in paths
+
+
+@every_module
+def test_a_missing_package_is_one_line(name, monkeypatch) -> None:
+    module = MODULES[name]
+    monkeypatch.setattr(module, "require_gpu", lambda *_: None)
+    for loaded in [m for m in sys.modules if m.split(".")[0] == LIBRARIES[name]]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, LIBRARIES[name], None)
+    wanted = f"^not installed: pip install '{re.escape(module.REQUIREMENT)}'$"
+    with pytest.raises(RuntimeError, match=wanted):
+        run_of(module.layer_at(SHAPE), SHAPE)(*arguments())
+
+
+@every_module
+def test_an_unsupported_gpu_is_one_line(name, monkeypatch) -> None:
+    """The check comes before all imports, so the package may be missing."""
+    module, own = MODULES[name], supported.require_gpu.__wrapped__
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(module, "require_gpu", lambda _, capabilities: own(device, capabilities))
+    monkeypatch.setattr(module, "require", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(RuntimeError, match=r"^unsupported on sm_80 \(needs sm_90\)$"):
+        run_of(module.layer_at(SHAPE), SHAPE)(*arguments())
+
+
+@every_module
+def test_wrong_arguments_are_refused_first(name, monkeypatch) -> None:
+    module = MODULES[name]
+    monkeypatch.setattr(module, "require_gpu", None)
+    wrong = arguments()
+    wrong[3] = wrong[3].to(torch.uint8)
+    with pytest.raises(ValueError, match="^gemm1_weights: expected dtype torch.int8"):
+        run_of(module.layer_at(SHAPE), SHAPE)(*wrong)
+
+
+PASSED = {  # where in a package, function: parameters by position, parameters by name
+    ("vllm/model_executor/layers/fused_moe/experts/marlin_moe.py", "fused_marlin_moe"): (
+        9,
+        "quant_type_id global_num_experts expert_map activation_config workspace output".split(),
+    ),
+    (
+        "vllm/model_executor/layers/quantization/utils/marlin_utils_fp4.py",
+        "prepare_moe_mxfp4_layer_for_marlin",
+    ): (7, []),
+    (
+        "vllm/model_executor/layers/quantization/utils/marlin_utils.py",
+        "get_marlin_workspace",
+    ): (1, []),
+    ("humming/forward.py", "humming_forward"): (
+        2,
+        "weight weight_scale weight_scale_2 input_scale outputs sorted_ids expert_ids "
+        "num_tokens_padded locks valid_shape_m top_k tuning_config compute_config".split(),
+    ),
+    ("humming/forward.py", "may_process_input"): (
+        1,
+        "inputs outputs group_scales activation_type activation_impl layout scatter_idx".split(),
+    ),
+    ("humming/transform.py", "prepare_and_transform_humming_tensors"): (
+        0,
+        "tensors shape_n shape_k weight_schema input_schema num_experts torch_dtype device".split(),
+    ),
+    ("humming/tune/__init__.py", "get_heuristics_config"): (1, ["shape_m", "gemm_type", "device"]),
+}
+"""The arguments that the peers pass to the functions of a package."""
+
+
+@pytest.mark.parametrize(("path", "function"), PASSED)
+def test_the_installed_package_takes_what_a_peer_passes(path, function) -> None:
+    package, *inner = path.split("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    part = Path(spec.submodule_search_locations[0]).joinpath(*inner)
+    (found,) = (
+        node.args
+        for node in ast.walk(ast.parse(part.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    by_position, by_name = PASSED[path, function]
+    positional = [a.arg for a in found.args]
+    required = set(positional[: len(positional) - len(found.defaults)])
+    for a, default in zip(found.kwonlyargs, found.kw_defaults, strict=True):
+        required |= {a.arg} if default is None else set()
+    named = {*positional[by_position:], *(a.arg for a in found.kwonlyargs)}
+    assert by_position <= len(positional) and {*by_name} <= named
+    assert required <= {*positional[:by_position], *by_name}
+
+
+# --- the pairs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "offset"), [(1, 0), (9, 4), (40, 0), (40, 20), (40, 100)])
+def test_sorted_pairs_fill_tiles_of_their_expert(tokens, offset) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from moe_fp8.baselines.triton_pairs import sort_pairs
+
+    shape = MoeShape(24, 6 if offset else 24, 256, 128, 1, 1, 3, "given")
+    generator = torch.Generator().manual_seed(tokens + offset)
+    ids = torch.rand((tokens, 24), generator=generator).topk(3).indices.int().to(DEVICE)
+    b = humming_moe.buffers(tokens, (8, 16), shape, DEVICE)
+    for table in (b.rank, b.pair_row, b.counts, *(t for each in b.sorted.values() for t in each)):
+        table.fill_(-77)
+    sort_pairs(ids, offset, b)
+    flat, pairs = ids.flatten().cpu(), ids.numel()
+    local = (flat >= offset) & (flat < offset + shape.num_local_experts)
+    wanted = torch.where(local, torch.arange(pairs), -1)
+    assert b.pair_row.flatten().tolist() == wanted.tolist()
+    for tile, (sorted_ids, expert_ids, used) in b.sorted.items():
+        rows = sorted_ids[: int(used)].cpu().view(-1, tile)
+        experts = expert_ids[: len(rows)].tolist()
+        assert experts == sorted(experts)
+        for expert in range(shape.num_local_experts):
+            mine = rows[[e == expert for e in experts]].flatten()
+            chosen = (flat == expert + offset).nonzero()[:, 0]
+            assert mine[mine < pairs].sort().values.tolist() == chosen.tolist()
+            assert len(mine) == -(-len(chosen) // tile) * tile
+            assert set(mine[len(chosen) :].tolist()) <= {pairs}  # padding comes last
+
+
+def test_hummings_activation_clamps_as_the_definition() -> None:
+    """Its text is C++: evaluate it in Python."""
+    text = humming_moe.activation(10.0)["activation_impl"]
+    python = re.sub(r"(\d)\.?f\b", r"\1", text)
+    names = {"fminf": min, "fmaxf": max, "expf": lambda x: float(torch.tensor(x).exp())}
+    for a, b in ((12.0, -11.0), (-3.0, 2.0), (0.5, 30.0)):
+        gate, up = min(a, 10.0), min(max(b, -10.0), 10.0)
+        expected = torch.nn.functional.silu(torch.tensor(gate)) * up
+        assert eval(python, {**names, "a": a, "b": b}) == pytest.approx(float(expected), rel=1e-6)
