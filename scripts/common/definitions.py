@@ -190,6 +190,8 @@ logits are made for given experts (`measuring.cases.SharedProblems`)."""
 MODELS = (*(definition for definition in MOE if definition.tokens == MODEL_TOKENS), SHARED)
 """Layers of docs/models.md, which a record measures at these token counts."""
 DEFINITIONS = {definition.name: definition for definition in MOE}
+FP8 = tuple(definition for definition in MOE if not definition.mxfp4)
+MXFP4 = tuple(definition for definition in MOE if definition.mxfp4)
 
 
 def build_definition(layer: MoeDefinition) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import sass
 import torch
 from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
-from gemm_configs import COMPILED, SHIPPED
+from gemm_configs import COMPILED, PACKED_SHAPES, SHIPPED, packed_pairs
 from markers import more
 from moe_fp8 import cache as kernel_cache
 from moe_fp8.call import DEEPSEEK_V3, Form, MoeShape, Swiglu
@@ -45,7 +45,7 @@ from moe_fp8.kernels.route import compile_route
 from moe_fp8.kernels.swiglu import SWIGLU_THREADS, SwigluQuant, compile_swiglu_quant
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
-from scripts.common.definitions import MOE
+from scripts.common.definitions import FP8
 
 LAYERS = {"gemm1": (4096, 7168, 32), "gemm2": (7168, 2048, 32)}  # n, k, experts
 FIRST = [config for configs in SHIPPED.values() for config in configs[::3]]
@@ -550,13 +550,14 @@ MOST = {
 """The most that `sass.counts` may count in a kernel."""
 
 
-def check_counts(cubin: bytes, label: object) -> dict[str, str]:
-    """Check that no kernel of an object has more than `MOST`; return the kernels' text by name."""
+def check_counts(cubin: bytes, label: object, allowed: dict[str, int] = MOST) -> dict[str, str]:
+    """Check that no kernel of an object has more than `allowed`; return the kernels' text by
+    name."""
     codes = disassemble(cubin)
     for kernel, text in codes.items():
         lines = counts(text)
         name = kernel.split("_object")[0] + " (SwiGLU)" * ("MUFU.EX2" in text)
-        for what, most in MOST.items():
+        for what, most in allowed.items():
             at = ", ".join(f"{line.address:x}" for line in lines[what])
             assert len(lines[what]) <= most, f"{what} at {at}, expected {most}: {name} of {label}"
     return codes
@@ -569,7 +570,7 @@ LAYER_TOKENS = {
 }
 """By the definition's short name; with one and two terms, whose configs are all that a layer can
 have."""
-LAYER_SHAPES = {definition.short: MoeShape(**definition.shape) for definition in MOE}
+LAYER_SHAPES = {definition.short: MoeShape(**definition.shape) for definition in FP8}
 
 
 def layers_configs(tokens: int, target: str, terms: int, layer: str = "") -> tuple:
@@ -611,6 +612,50 @@ def test_machine_code_of_the_fused_layer(tokens, target, terms, layer, compiled_
     for text in gemms.values() if target == BLACKWELL.target else ():
         # The first one divides by its scale.
         check_machine_code(text, configs["MUFU.EX2" not in text])
+
+
+PACKED = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True, packed=True)
+PACKED_LAYERS = [
+    (tokens, terms, layer)
+    for terms, layer in product((1, 2), PACKED_SHAPES)
+    for tokens in packed_pairs(layer, terms).values()
+]
+"""The fewest tokens with each pair of configs of a layer."""
+FIRST_PACKED = [(64, 1, "v4_pro"), (4096, 1, "v4_pro")]
+"""Consumers that convert, two CTAs a multiprocessor; converters that feed other consumers."""
+
+
+SPILLS = {24: (16, 0), 32: (80, 10)}
+"""Bytes of a stack frame, and accesses to it in loops, by the rows of a tile. Two CTAs share a
+multiprocessor's registers, which leaves a thread of these tiles too few."""
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("tokens", "terms", "layer"), [*FIRST_PACKED, *more(*PACKED_LAYERS)])
+def test_packed_weights(tokens, terms, layer, compiled_code):
+    """Every pair of configs that the heuristic picks for DeepSeek-V4: no spills but those above, no
+    slow code, and weights that are read as blocks of four bits."""
+    shape = PACKED_SHAPES[layer]
+    configs = HOPPER.choose_layer(tokens, shape, terms, packed=True)
+    ptx, cubin = compiled_code(compile_fused, shape, *configs, 132, HOPPER.target, PACKED)
+    frame, in_loops = SPILLS.get(configs[0].tile_m, (0, 0))
+    assert resources(cubin)["frame"] <= frame, "spills"
+    most = MOST | {"local memory in loops": in_loops}
+    check_counts(cubin, " and ".join(map(str, configs)), most)
+    kernels = re.split(r"\.entry", ptx)[1:]
+    assert len(kernels) == (6 if configs[0].gathers_rows else 7)
+    gemms = [part for part in kernels if "wgmma.mma_async" in part]
+    for gemm, config in zip(gemms, configs, strict=True):
+        # A tensor's copy has coordinates; packed blocks lie one after the other.
+        assert re.search(r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier", gemm)
+        assert not re.search(r"cp\.async\.bulk\.tensor\.[34]d\.shared", gemm), "FP8 weights"
+        products = re.findall(
+            r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\S* *\{[^}]*\}, *(.)", gemm
+        )
+        first = {operand for _, operand in products}
+        assert first == ({"{"} if config.swap_ab else {"%"}), "the weights, from registers"
+        assert {int(n) for n, _ in products} == {config.tile_m if config.swap_ab else 128}
+        assert gemm.count("prmt.b32") >= 16, "two for eight values"
 
 
 @pytest.mark.all
@@ -747,7 +792,7 @@ ROWS = {  # of an expert
 }
 CASES = [
     (definition, architecture, rows, terms)
-    for definition in MOE[1:]
+    for definition in FP8[1:]
     for architecture, rows, terms in zip(
         (HOPPER, BLACKWELL), ROWS[definition.short], (2, 1), strict=True
     )
@@ -755,7 +800,7 @@ CASES = [
     # Four K blocks: as many as stages, or an unrolled iteration, of the second GEMM.
     (definition, HOPPER, 128, terms)
     for terms in (1, 2)
-    for definition in MOE
+    for definition in FP8
     if definition.short == "qwen3_next"
 ]
 

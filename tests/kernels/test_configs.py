@@ -370,6 +370,25 @@ def test_stages_fill_shared_memory(config):
         assert config.smem_bytes + config.stage_bytes > SMEM_BYTES
 
 
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("layer", known.PACKED_SHAPES)
+def test_packed_configs_fit_and_get_larger_tiles_with_more_tokens(layer, terms):
+    experts = known.PACKED_SHAPES[layer].num_local_experts
+    pairs = known.packed_pairs(layer, terms)
+    rows = [first.tile_m for first, _ in sorted(pairs, key=pairs.__getitem__)]
+    assert rows == sorted(rows) and rows[0] == 8 and rows[-1] == 128
+    for pair in pairs:
+        assert pair[0].tile_m == pair[1].tile_m and pair[0].quantises and not pair[1].quantises
+        for config in pair:
+            assert config.packed and config.num_stages >= 2
+            assert config.ctas * (config.smem_bytes + 1024) <= SMEM_BYTES + 1024
+            if config.swap_ab:  # the scheduler's copy of the experts' rows, see `with_room_for`
+                left = config.smem_limit - config.smem_bytes - 2 * 4 * experts
+                assert 0 <= left and (config.evict_first or left < config.stage_bytes)
+            assert config.ctas == 1 or config.tile_m <= 32
+            assert config.acc_registers < config.consumer_registers
+
+
 @pytest.mark.parametrize("config", COMPILED["sm_100a"], ids=str)
 def test_accumulators_fit_in_tensor_memory(config):
     columns = config.num_accumulators * config.acc_columns

@@ -18,7 +18,7 @@ from flashinfer_bench.data import Definition, Trace, load_json_file
 from programs import call
 
 from scripts import data
-from scripts.common.definitions import DEFAULT, MOE, RENORMALIZE, MoeDefinition, find
+from scripts.common.definitions import DEFAULT, MOE, RENORMALIZE, MoeDefinition
 from scripts.common.program import ROOT
 from scripts.data import LogitModel, WorkloadSpec, draw_logits, load_specs, routing_bias
 

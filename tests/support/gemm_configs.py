@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 import torch
+from moe_fp8.call import CHUNK_TOKENS, MoeShape
 from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
 from moe_fp8.kernels.configs import Schedule
+
+from scripts.common.definitions import MXFP4
 
 HOPPER = (
     Sm90(),
@@ -72,6 +75,17 @@ COMPILED = {
     for target, shipped in SHIPPED.items()
 }
 """The configs whose machine code is looked at."""
+
+PACKED_SHAPES = {definition.short: MoeShape(**definition.shape) for definition in MXFP4}
+
+
+def packed_pairs(layer: str, terms: int) -> dict[tuple[Sm90, Sm90], int]:
+    """Return each pair of configs that the heuristic picks for a layer with packed weights, and the
+    fewest tokens with it."""
+    shape = PACKED_SHAPES[layer]
+    every = [*range(1, 40), *range(40, CHUNK_TOKENS + 1, 8)]
+    return {sm90.packed_layer(tokens, shape, terms): tokens for tokens in reversed(every)}
+
 
 FUSED = {
     "sm_90a": (
