@@ -15,6 +15,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ def units(every: bool) -> list[Unit]:
 
 def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator[Unit]:
     import torch
-    from moe_fp8.call import CHUNK_TOKENS, MoeShape
+    from moe_fp8.call import CHUNK_TOKENS, Form, MoeShape
     from moe_fp8.kernels.architectures import of_target
     from moe_fp8.ladder import v1_loop_padding as v1
     from moe_fp8.ladder import v2_vectorised as v2
@@ -79,6 +80,20 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
     def pairs(choose: Callable[[int], Any]) -> list[Any]:
         return all_configs(choose, CHUNK_TOKENS) if every else [*map(choose, tokens)]
 
+    if definition.mxfp4:
+        for packed, solution in ((True, "packed"), (False, "reencoded")):
+            if packed and not arch.packed_layer:
+                continue
+            choose = functools.partial(arch.choose_layer, shape=shape, packed=packed)
+            form = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True, packed=packed)
+            for configs in pairs(choose):
+                yield Unit(
+                    f"{of_definition} {solution} {configs[0]} / {configs[1]}",
+                    definition.packed_name(PREFIX + solution),
+                    "fused",
+                    (shape, *configs, TARGETS[target], target, form),
+                )
+        return
     for terms, solution in ((1, "fused"), (2, "fused_hifi")):
         for configs in pairs(functools.partial(arch.choose_layer, shape=shape, terms=terms)):
             yield Unit(
@@ -120,7 +135,8 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
 
 def form_units(target: str) -> Iterator[Unit]:
     """Yield forms of the layer that no definition has: bfloat16 tokens, given experts, batched
-    experts, exponents or channels as scales, a clamped SwiGLU; at few and at many tokens."""
+    experts, exponents or channels as scales, packed weights, a clamped SwiGLU; at few and at many
+    tokens."""
     import torch
     from moe_fp8.call import Form, MoeShape, Swiglu
     from moe_fp8.kernels.architectures import of_target
@@ -131,6 +147,8 @@ def form_units(target: str) -> Iterator[Unit]:
     channels = Form(i32, f32, bf16, gate_first=True, per_channel=True)
     batched = Form(i32, None, gate_first=True, batched=True)
     batched_bf16 = Form(i32, None, bf16, gate_first=True, batched=True)
+    packed = Form(i32, f32, gate_first=True, has_map=True, packed=True)
+    batched_packed = replace(batched_bf16, packed=True)
     clamped = Swiglu(10.0, 1.702, 1.0)
 
     def shape_of(experts: int, local: int, h: int, i: int, top_k: int, *more: Any) -> MoeShape:
@@ -159,10 +177,15 @@ def form_units(target: str) -> Iterator[Unit]:
         "batched bf16": (by_expert, batched_bf16, 1),
         "batched bf16 accurate": (by_expert, batched_bf16, 2),
     }
+    if arch.packed_layer:
+        forms["experts fp8 map packed"] = main, packed, 1
+        forms["batched bf16 packed accurate"] = by_expert, batched_packed, 2
     for name, (shape, form, terms) in forms.items():
         for tokens in (1, 64, 1024, 8192):
             rules = arch.layer._replace(gathered=(0, 0)) if form.batched else arch.layer
             configs = rules.configs(tokens, shape, terms, arch.choose)
+            if form.packed and arch.packed_layer:
+                configs = arch.packed_layer(tokens, shape, terms)
             yield Unit(
                 f"{target} {name} {configs[0]} / {configs[1]}",
                 "",

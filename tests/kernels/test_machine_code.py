@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from gemm_configs import packed_pairs
 from markers import more
 from moe_fp8.cache import CACHE_VARIABLE, KernelCache, cache_dir
+from moe_fp8.call import Form
 from programs import call
 
 from scripts import digests
 from scripts.common import sources as code
+from scripts.common.definitions import MXFP4
 from scripts.common.program import RESULTS_DIR
 from scripts.measuring import processes
 
@@ -153,6 +156,18 @@ def test_units_are_those_that_ship(units) -> None:
         "sm_90a main gemm 4096x7168 128x128x128, cluster 1x1, 5 stages",
         "sm_90a main gemm 7168x2048 128x128x128, cluster 1x1, 5 stages",
     }  # fmt: skip
+
+
+def test_packed_kernels_are_among_the_units() -> None:
+    every = digests.units(every=True)
+    for definition in MXFP4:
+        packed = definition.packed_name("cutedsl_moe_fp8_packed")
+        named = {unit.name for unit in every if unit.solution == packed}
+        pairs = [" / ".join(map(str, pair)) for pair in packed_pairs(definition.short, 1)]
+        assert named == {f"sm_90a {definition.short} packed {pair}" for pair in pairs}
+    forms = {unit.arguments[-1] for unit in every if "packed" in unit.name}
+    assert all(isinstance(form, Form) and form.packed for form in forms)
+    assert {(form.batched, form.has_map) for form in forms} == {(0, 0), (0, 1), (1, 0)}
 
 
 @pytest.mark.xdist_group("machine code")

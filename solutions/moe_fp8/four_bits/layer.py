@@ -38,6 +38,4 @@ class Mxfp4Layer:
         else:
             made = of_chosen(self.prepared.make, weights, inputs)
         w13, w13_scale, w2, w2_scale = made
-        self.layer(
-            inputs._replace(w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale), output
-        )
+        self.layer(inputs._replace(w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale), output)
