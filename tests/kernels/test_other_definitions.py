@@ -20,7 +20,7 @@ from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from problems import fused_output, layer_inputs
 
-from scripts.common.definitions import MOE, MoeDefinition
+from scripts.common.definitions import FP8, MoeDefinition
 from scripts.measuring.accuracy import calc_diff, cosine
 
 FEW, MANY = "few rows", "many rows"
@@ -36,7 +36,7 @@ def tokens_of(definition: MoeDefinition, rows: str) -> int:
     return 7 if rows == FEW else 64 * definition.num_experts // definition.top_k
 
 
-@pytest.fixture(scope="module", params=MOE[1:], ids=lambda d: d.short)
+@pytest.fixture(scope="module", params=FP8[1:], ids=lambda d: d.short)
 def definition(request) -> MoeDefinition:
     return request.param
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from markers import backends, more
 from moe_fp8 import from_mxfp4, pack_mxfp4
-from moe_fp8.call import Form, MoeInputs
+from moe_fp8.call import Form, MoeInputs, run_of
+from moe_fp8.four_bits import packed as four_bits
+from moe_fp8.four_bits import reencoded
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import Schedule
-from mxfp4_values import drawn
+from mxfp4_values import SOLUTION_SHAPE, arguments, drawn
 from problems import SHAPE, fused_output, inputs_of
 
 pytestmark = backends("emulator")
@@ -61,3 +63,18 @@ def test_packed_weights_give_the_bits_of_fp8_weights(name, span, tokens, mode, e
     out = fused_output(packed, SHAPE, PACKED[name], form)
     assert not any(report.hazards for report in emulator.reports)
     assert torch.equal(out, fused_output(fp8, SHAPE, FP8))
+
+
+@pytest.mark.parametrize(("tokens", "offset"), [(2, 0), *more((9, 18), (9, 30))])
+def test_solutions_give_the_bits_of_each_other(tokens, offset, emulator):
+    """On the weights of a checkpoint. Experts that no token chose are not even prepared."""
+    a = arguments(tokens, offset)
+    a["topk_ids"][0, 0] = offset + 1 if offset < 24 else 0
+    outputs = []
+    for module in (four_bits, reencoded):
+        output = torch.full(a["hidden_states"].shape, torch.nan, dtype=torch.bfloat16)
+        run_of(module.layer_at(SOLUTION_SHAPE), SOLUTION_SHAPE)(*a.values(), output)
+        assert emulator.reports and not any(report.hazards for report in emulator.reports)
+        emulator.reports.clear()
+        outputs.append(output)
+    assert torch.equal(*outputs) and bool((outputs[0] != 0).any()) == (offset < 24)

@@ -12,16 +12,17 @@ from moe_fp8.call import Form, MoeInputs, MoeShape, check_call, run_of, signatur
 from moe_fp8.ladder import v4_flat, v5_fused, v6_fused_hifi
 
 from scripts.common import definitions
-from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
+from scripts.common.definitions import DEFAULT, FP8, MOE, MoeDefinition
 from scripts.common.program import ROOT, UsageError
 from scripts.measuring import cases
 from scripts.measuring.accuracy import calc_diff
 from scripts.publishing import rankings
 
 KINDS = list(
-    {(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in reversed(MOE[1:])}.values()
+    {(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in reversed(FP8[1:])}.values()
 )
-"""The first of the definitions whose code differs in sizes only."""
+"""The first of the definitions whose code differs in sizes only. `test_mxfp4_definitions` has those
+with MXFP4 weights."""
 NUM_EXPERTS = dict.fromkeys(
     ("", "dsv3_tp8", "glm5", "glm5_limit10", "minimax_m2", "minimax_m2_ep8"), 256
 ) | dict.fromkeys(("kimi_k2", "kimi_k2_e384", "kimi_k2_ep4"), 384)
@@ -32,7 +33,7 @@ def named(definition: MoeDefinition) -> str:
     return definition.short or "default"
 
 
-every = pytest.mark.parametrize("definition", MOE, ids=named)
+every = pytest.mark.parametrize("definition", FP8, ids=named)
 
 
 def load(definition: MoeDefinition) -> Definition:
@@ -81,7 +82,7 @@ def sized(definition: MoeDefinition) -> tuple[str, dict[str, int]]:
 def test_definitions_of_one_interface_have_one_reference_but_for_sizes() -> None:
     """But the default one's, which dequantises all weights first, as the public one does."""
     kinds: dict[tuple, set[str]] = {}
-    for definition in MOE:
+    for definition in FP8:
         text, constants = sized(definition)
         kinds.setdefault((definition is DEFAULT, *load(definition).inputs), set()).add(text)
         groups = {"N_GROUP": definition.n_group, "TOPK_GROUP": definition.topk_group}
@@ -95,7 +96,8 @@ def test_tags_say_ranks_where_there_are_several() -> None:
     api = "fi_api:flashinfer.fused_moe.trtllm_fp8_block_scale_moe"
     for definition in MOE:
         tags, ranks = load(definition).tags, definition.num_experts // definition.num_local_experts
-        assert (f"ep:{ranks}" in tags) == (ranks > 1) and "quantization:float8_e4m3fn" in tags
+        assert (f"ep:{ranks}" in tags) == (ranks > 1)
+        assert f"quantization:{'mxfp4' if definition.mxfp4 else 'float8_e4m3fn'}" in tags
         assert (api in tags) == ("ds_routing" in definition.name), "FlashInfer's has a bias"
         assert any(tag.startswith("model:") for tag in tags)
 
