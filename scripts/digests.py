@@ -81,11 +81,12 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
         return all_configs(choose, CHUNK_TOKENS) if every else [*map(choose, tokens)]
 
     if definition.mxfp4:
-        for packed, solution in ((True, "packed"), (False, "reencoded")):
-            if packed and not arch.packed_layer:
-                continue
-            choose = functools.partial(arch.choose_layer, shape=shape, packed=packed)
-            form = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True, packed=packed)
+        form = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True)
+        forms = {"reencoded": form}
+        if arch.packed_layer:
+            forms["packed"] = replace(form, packed=True)
+        for solution, form in forms.items():
+            choose = functools.partial(arch.choose_layer, shape=shape, packed=form.packed)
             for configs in pairs(choose):
                 yield Unit(
                     f"{of_definition} {solution} {configs[0]} / {configs[1]}",

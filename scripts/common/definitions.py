@@ -295,9 +295,11 @@ def roofline_ms(
     flops_ms = 1e3 * case["pairs"] * pair_flops(layer) / rates["fp8_flops_per_s"]
     if read_ms is not None:
         return read_ms, flops_ms
-    size = case["active"] * weight_bytes(layer)
-    size += case["hit"] * (h + 4 * h // BLOCK)  # FP8 tokens and scales
-    size += case["tokens"] * (4 * layer.num_experts + 2 * h)  # logits and output
+    token, choice = h + 4 * h // BLOCK, 4 * layer.num_experts  # FP8 and scales; logits
+    if layer.mxfp4:
+        token, choice = 2 * h, 8 * layer.top_k  # bfloat16; ids and weights
+    size = case["active"] * weight_bytes(layer) + case["hit"] * token
+    size += case["tokens"] * (choice + 2 * h)  # and output
     return 1e3 * size / bandwidth(rates), flops_ms
 
 

@@ -654,7 +654,7 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
     from scripts.measuring import gemm
 
     monkeypatch.setattr(clock, "gpu_arch", lambda: "sm_90a")
-    layer: Any = types.SimpleNamespace(gemms=((256, 128), (128, 256)))
+    layer: Any = types.SimpleNamespace(gemms=((256, 128), (128, 256)), mxfp4=False)
     properties = type("Properties", (), {"multi_processor_count": 4})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name in ("empty", "randint", "tensor"):
@@ -687,6 +687,11 @@ def test_the_faster_order_of_reading_counts(monkeypatch) -> None:
         ((3, 256, 128), [1, 2]), ((3, 128, 256), [1, 2]),
         ((3, 256, 128), [0]), ((3, 128, 256), [0]),
     ]  # fmt: skip
+    asked.clear()
+    layer.mxfp4 = True  # half a byte a value and one for 32
+    layers.measure_reading(histograms[:1], 3, layer)
+    assert asked == [((3, 256, 68), [1, 2]), ((3, 128, 136), [1, 2])]
+    layer.mxfp4 = False
     failed = {"a 0": {"error": "no memory"}}
     monkeypatch.setattr(layers, "device_times", lambda *_: failed)
     with pytest.raises(RuntimeError, match="a 0: no memory"):

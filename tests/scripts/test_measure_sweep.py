@@ -368,6 +368,7 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
     [
         ("--as engines --definition qwen3_next", "--as engines: not of a layer that clamps or"),
         ("--as channels --definition qwen3_next", "--as channels: not of a layer that clamps or"),
+        ("--definition qwen3_next v4_pro", "sweep: not of a layer with given experts"),
         (f"--as channels --solutions {PEER}", "no solution takes such weights"),
         ("--as engines --definition glm5_limit10", "a layer that clamps"),
         ("--solutions triton_moe --definition glm5_limit10", "none of triton_moe is packed"),
