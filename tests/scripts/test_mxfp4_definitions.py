@@ -265,6 +265,15 @@ def test_equal_weights_are_prepared_once(prepared, calls) -> None:
     assert calls == [1] and made[0].tolist() == [[2] * 8] * 2
 
 
+def test_a_copy_that_comes_again_is_not_compared_again(prepared, calls, monkeypatch) -> None:
+    first = pair(1)
+    copies = tuple(w.clone() for w in first)
+    made = prepared(first)
+    assert prepared(copies) is made
+    monkeypatch.setattr(weights, "_equal", None)
+    assert prepared(copies) is made and calls == [1]
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_one_other_byte_is_prepared_anew(place, prepared, calls) -> None:
     first = pair(1)

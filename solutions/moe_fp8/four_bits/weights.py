@@ -84,6 +84,8 @@ class Prepared:
                 "got others: call the solution once before"
             )
         if last and kept and all(map(_equal, weights, last[0])):
+            if None not in versions:
+                self.last = weights, versions, last[2]  # the next call may bring these again
             return last[2]
         self.last = last = None
         torch.cuda.synchronize(weights[0].device)  # kernels may read the last ones
