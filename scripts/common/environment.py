@@ -156,11 +156,11 @@ class RunInfo(TypedDict, total=False):
 _adapter = functools.cache(TypeAdapter)
 
 
-def checked(content: Any, shape: Any) -> Any:
-    """Return the content as pydantic converts it. Raises ValueError, in one line, with the first
-    place that does not fit `shape`, and the reason."""
+def checked(content: Any, shape: Any, strict: bool = True) -> Any:
+    """Return the content as pydantic converts it; `strict`: a text is no number. Raises ValueError,
+    in one line, with the first place that does not fit `shape`, and the reason."""
     try:
-        return _adapter(shape).validate_python(content)
+        return _adapter(shape).validate_python(content, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"

@@ -224,6 +224,16 @@ def _several_runs(results: pd.DataFrame) -> list[str]:
     ] * bool(places)
 
 
+def _refuse_ambiguous(results: pd.DataFrame) -> None:
+    """Raise UsageError if results with one uuid have different axes: figures join by the uuid."""
+    first: dict[str, tuple[Any, str]] = {}
+    for uuid, trace, source in zip(results.uuid, results.trace, results.source, strict=True):
+        axes = trace["workload"]["axes"]
+        known, place = first.setdefault(uuid, (axes, source))
+        if known != axes:
+            raise UsageError(f"workload {uuid} is {known} in {place} and {axes} in {source}")
+
+
 # --- from results to rankings ---------------------------------------------------------------------
 
 
@@ -238,9 +248,10 @@ def rankings(
 
     `peers` are patterns of the names that count as peers; without them the results' `peer` tells.
     `by` is the clock that orders. Raises UsageError: `against`, a pattern or the clock has no
-    figures.
+    figures, or two workloads have one uuid.
     """
     f = results
+    _refuse_ambiguous(f)
     if against is not None:
         against = one_name(f.solution.unique(), against, "--against")
     if by == "device" and f.device.isna().all():

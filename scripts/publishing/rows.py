@@ -48,6 +48,8 @@ NEEDED = {
 """Fields that every ranking reads: a row or its measurement must have them."""
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
+Number = FiniteFloat | Literal["NaN", "Infinity", "-Infinity"]
+"""A number as `finite` writes it."""
 JSON: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="strings"))
 
 PASSED = "PASSED"
@@ -121,6 +123,17 @@ class Row(TypedDict, total=False):
     experts: int
     rows: FiniteFloat  # on average, of an expert with rows
     fullest: Count  # rows of the expert that has most
+    max: Count  # the same, of a workload
+    routing: str
+    engine: str  # that served a model
+    engine_version: str
+    model: str
+    layers: Count
+    gpus: Count
+    parallel: str
+    dense: str
+    batch_invariant: bool
+    size: int  # of the batch or the prompt; a layer's number
 
     # A figure.
     clock: str  # "device" or "harness"
@@ -135,31 +148,47 @@ class Row(TypedDict, total=False):
     method: str
     best: str  # of a search, in the row of the shipped configs: the fastest candidate
     best_us: Positive
+    least: FiniteFloat  # of the repeats
+    most: FiniteFloat
+    read: Positive  # us of a kernel that only reads the weights
+    kernel: str
+    bytes: FiniteFloat
+    flops: FiniteFloat
+    gap: FiniteFloat  # us
+    sum: FiniteFloat
 
     # Checks.
-    cosine: FiniteFloat | str
-    calc_diff: FiniteFloat | str
+    cosine: Number
+    calc_diff: Number
     matched_ratios: dict[str, FiniteFloat]
     inputs_changed: list[str]
     compared: Count  # tokens
     differ: Count
-    largest: FiniteFloat | str
+    largest: Number
     not_tried: str  # why there is no figure: it cannot be measured here
     error: str  # why there is no figure: the subject failed
 
 
 @dataclass
 class Rows:
-    """The content of a file of rows."""
+    """The content of a file of rows.
+
+    Two processes may write at once. The measurement that began last counts, so rows are in the
+    order of their heads.
+    """
 
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)  # of measurements, by their ids
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        order = {id: number for number, id in enumerate(self.heads)}
+        self.rows = sorted(self.rows, key=lambda row: order[row["of"]])
+
     @functools.cached_property
     def measurements(self) -> dict[str, dict[str, Any]]:
-        """The last measurement with rows, by name."""
-        begun = (self.heads[id] for id in dict.fromkeys(row["of"] for row in self.rows))
-        return {head["name"]: head for head in begun}
+        """The measurement that began last, of those with rows, by name."""
+        filled = {row["of"] for row in self.rows}
+        return {head["name"]: head for id, head in self.heads.items() if id in filled}
 
     def __contains__(self, name: str) -> bool:
         return name in self.measurements
@@ -169,7 +198,6 @@ class Rows:
         each model."""
         rows = [row for row in self.rows if self.heads[row["of"]]["name"] == name]
         models = [tuple(map(row.get, OF_A_MODEL)) for row in rows]
-        # Two processes may write at once: the measurement that began last counts.
         pairs = dict.fromkeys((m, row["of"]) for m, row in zip(models, rows, strict=True))
         latest = dict(pairs.keys())
         return [row for row, model in zip(rows, models, strict=True) if row["of"] == latest[model]]
@@ -214,27 +242,28 @@ def json_lines(path: Path) -> list[tuple[int, bytes]]:
 def read(path: Path) -> Rows:
     """Read a file of rows, or a directory's; empty if there is none. Raises UsageError."""
     path = path / FILE if path.is_dir() else path
-    result = Rows()
+    heads: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     if not path.is_file():
-        return result
+        return Rows()
     for number, line in json_lines(path):
         try:
             content = json.loads(line.decode("utf-8-sig"))
             if isinstance(content, dict) and "name" in content:
                 environment.checked(content, Measurement)
-                result.heads[content["id"]] = content
+                heads[content["id"]] = content
                 continue
             environment.checked(content, Row)
-            if content["of"] not in result.heads:
+            if content["of"] not in heads:
                 raise ValueError(f"no measurement {content['of']} stands before it")
-            head = result.heads[content["of"]]
+            head = heads[content["of"]]
             for name in NEEDED.get(head["name"], ()):
                 if name not in content and name not in head:
                     raise ValueError(f"{name}: Field required")
-            result.rows.append(content)
+            rows.append(content)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no row: {error}") from None
-    return result
+    return Rows(heads, rows)
 
 
 class Writer:
@@ -508,7 +537,7 @@ def result_of(
     solution's. Raises ValueError: it is no trace."""
     from flashinfer_bench.data import Trace  # not needed for a program's --help
 
-    parsed = environment.checked(trace, Trace)
+    parsed = environment.checked(trace, Trace, strict=False)  # from JSON: a status is a text
     evaluation, solution = parsed.evaluation, parsed.solution
     if not solution or not evaluation:
         return None

@@ -13,7 +13,7 @@ from small_record import UUIDS, clocked, measurement, record, roofline, trace, w
 
 from scripts.common import sources
 from scripts.common.definitions import find_layer, pair_flops, weight_bytes
-from scripts.common.program import BASELINES, OURS, RESULTS_DIR
+from scripts.common.program import BASELINES, OURS, RESULTS_DIR, UsageError
 from scripts.common.sources import every_generation
 from scripts.publishing import pages, rankings, tables
 from scripts.publishing.rankings import read
@@ -52,6 +52,20 @@ def cells(text: str, title: str) -> list[list[str]]:
 def traces_of(solution: str, ms: dict[int, float | None], **options: Any) -> list[dict]:
     failed = {"status": "TIMEOUT"}
     return [trace(solution, n, t, **options if t else {**failed, **options}) for n, t in ms.items()]
+
+
+def test_two_workloads_with_one_uuid_are_refused(tmp_path: Path) -> None:
+    """Tables and figures find a workload by its uuid. The files may be several."""
+    one, other = trace("x", 7, 1.0), trace("y", 80, 1.0)
+    other["workload"]["uuid"] = UUIDS[7]
+    apart = [write_traces(tmp_path / f"{n}.jsonl", [t]) for n, t in enumerate((one, other))]
+    together = write_traces(tmp_path / "traces.jsonl", [one, other])
+    for paths in (apart, [together]):
+        why = call("report", "--text", *paths).stderr
+        axes = ("{'seq_len': 7}", "{'seq_len': 80}")
+        assert UUIDS[7] in why and all(each in why for each in axes) and "Traceback" not in why
+    with pytest.raises(UsageError, match=UUIDS[7]):
+        read(together.parent)
 
 
 # --- statistics -----------------------------------------------------------------------------------

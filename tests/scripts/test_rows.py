@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from flashinfer_bench.data import Trace
-from small_record import UUIDS, measurement, record, trace, write
+from small_record import COUNTS, RATES, UUIDS, measurement, record, trace, write
 
 from scripts.common.program import DEFINITION, UsageError
 from scripts.publishing import rows
@@ -80,13 +80,37 @@ def test_each_served_model_counts_by_its_latest_measurement(tmp_path) -> None:
 
 
 def test_of_two_measurements_at_once_the_one_that_began_last_counts(tmp_path) -> None:
-    path = tmp_path / rows.FILE
-    first, second = Writer("sweep", "GPU A", "how", path), Writer("sweep", "GPU A", "how", path)
-    for into, value in ((first, 1.0), (second, 2.0), (first, 3.0)):
-        into.add({"tokens": 7}, "x", value=value, unit="ms")
-    read = rows.read(path)
-    (row,) = read.rows_of("sweep")
-    assert row["value"] == 2.0 and row["of"] == read.measurements["sweep"]["id"]
+    """Whichever of them adds the first row, or the last."""
+    for order in ((0, 1, 0), (1, 0), (1, 0, 1)):
+        path = tmp_path / str(order) / rows.FILE
+        both = [Writer("sweep", "GPU A", "how", path) for _ in range(2)]
+        for number in order:
+            both[number].add({"tokens": 7}, "x", value=1.0 + number, unit="ms")
+        read = rows.read(path)
+        counted = read.rows_of("sweep")
+        assert {row["value"] for row in counted} == {2.0} and len(counted) == order.count(1)
+        assert read.measurements["sweep"] == both[1].measurement
+
+
+def test_of_two_at_once_a_result_has_the_figures_of_the_one_that_began_last(tmp_path: Path) -> None:
+    def begun(name: str, *each: list[dict]) -> list[list[dict]]:
+        """Give measurements of one name ids of their own."""
+        own = [({"id": f"{name} {n}"}, {"of": f"{name} {n}"}) for n in range(len(each))]
+        return [
+            [h | id, *(r | of for r in rows)]
+            for (h, *rows), (id, of) in zip(each, own, strict=True)
+        ]
+
+    times = [measurement("times", figures([{"clock": "device", "value": ms}])) for ms in (1.0, 2.0)]
+    case = CASE | COUNTS[7]
+    limits = [measurement("roofline", [case | {"value": n}], rates=RATES) for n in (80.0, 90.0)]
+    both = [begun("times", *times), begun("roofline", *limits)]
+    alone = read_one(tmp_path / "alone", ours(), *(newer for _, newer in both))
+    mixed = [[old, new, new_row, old_row] for (old, old_row), (new, new_row) in both]
+    result = read_one(tmp_path / "mixed", ours(), *mixed)
+    told = ("device", "roofline")
+    assert [result[name] for name in told] == [alone[name] for name in told]
+    assert result["device"] == 2.0 and result["roofline"] == 90.0
 
 
 def test_what_is_no_number_is_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
@@ -217,6 +241,17 @@ NO_ROWS = [
     (of_times(value=NAN), "2 is no row: value"),
     (of_times(matched_ratios=[1.0]), "2 is no row: matched_ratios"),
     (of_times(differ=-1), "2 is no row: differ"),
+    # A text or a truth value is no number: a table would add or compare it later.
+    (of_times(value="1.5"), "2 is no row: value"),
+    (of_times(p10="1.5"), "2 is no row: p10"),
+    (of_times(tokens="7"), "2 is no row: tokens"),
+    (of_times(pairs=True), "2 is no row: pairs"),
+    (of_times(matched_ratios={"0.2/0.1": "0.9"}), "2 is no row: matched_ratios"),
+    (of_times(largest="much"), "2 is no row: largest"),
+    (of_times(calc_diff="1e-3"), "2 is no row: calc_diff"),
+    (of_times(layers="4"), "2 is no row: layers"),
+    (of_times(read="5"), "2 is no row: read"),
+    (measurement("times", [], rates=RATES | {"copy_bytes_per_s": "3e12"}), "1 is no row: rates"),
     (without(1, "subject"), "2 is no row: subject"),
     (without(1, "uuid"), "2 is no row: uuid"),
     (without(1, "hash"), "2 is no row: hash"),
@@ -280,6 +315,7 @@ def test_what_is_no_trace_is_refused(line: Any, tmp_path: Path) -> None:
         ("{broken", "is no JSON"),
         ("[]", "the whole"),
         ('{"peers": {"x": "maybe"}}', "peers.x"),
+        ('{"peers": {"x": "false"}}', "peers.x"),
         ('{"environment": {"gpus": 5}}', "environment.gpus"),
     ],
 )
