@@ -263,27 +263,58 @@ def require_trusted(path: Path) -> None:
     Checks the path, each directory above it, each symbolic link and the link's target. Each must
     belong to this user or root, and only they and this process's groups may write to it. A
     directory with a sticky bit (/tmp) passes: others can write to it, but not replace files there.
+
+    A user namespace (Apptainer, enroot) does not show root as the owner of "/" and "/home". There
+    the first directories of a path may have a hidden owner, up to this user's own or a sticky one.
     """
     path.stat()  # raises for a missing path and for a link that leads to itself
-    for step in (*reversed(path.absolute().parents), path.absolute()):
-        status = step.lstat()
-        if why := _why_untrusted(status, stat.S_IWOTH):
+    may_hide, hidden = True, _hidden_id("uid")
+    for step, status in _steps(path.absolute()):
+        may_hide |= step == Path(step.anchor)  # a link's target begins anew
+        is_hidden = status.st_uid == hidden
+        if why := _why_untrusted(status, stat.S_IWOTH, may_hide and is_hidden):
             raise PermissionError(errno.EACCES, why, str(step))
+        may_hide &= is_hidden and not status.st_mode & stat.S_ISVTX
+    if is_hidden:
+        raise PermissionError(errno.EACCES, _OTHERS.format(hidden), str(step))
+
+
+def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield each directory above an absolute path, the path, and the steps of symbolic links."""
+    for step in (*reversed(path.parents), path):
+        status = step.lstat()
+        yield step, status
         if stat.S_ISLNK(status.st_mode):
-            require_trusted(step.parent / step.readlink())
+            yield from _steps((step.parent / step.readlink()).absolute())
 
 
-def _why_untrusted(status: os.stat_result, rights: int) -> str | None:
+_OTHERS = "belongs to another user (uid {})"
+
+
+def _why_untrusted(status: os.stat_result, rights: int, may_be_hidden: bool = False) -> str | None:
     """Return the reason if another user owns a file or has one of these rights, such as S_IWOTH."""
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user (uid {status.st_uid})"
-    if status.st_gid not in (os.getegid(), *os.getgroups()):
+    owners = {os.geteuid(), 0} - {_hidden_id("uid")}
+    if status.st_uid not in owners and not may_be_hidden:
+        return _OTHERS.format(status.st_uid)
+    if status.st_gid not in {os.getegid(), *os.getgroups()} - {_hidden_id("gid")}:
         rights |= rights << 3  # the group's
     sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     if status.st_mode & rights and not sticky and not stat.S_ISLNK(status.st_mode):
         mode = stat.S_IMODE(status.st_mode)
         return f"can be written by other users (mode {mode:o}, gid {status.st_gid})"
     return None
+
+
+def _hidden_id(kind: str) -> int | None:
+    """Return the "uid" or "gid" that stands for all that this user namespace does not show; None if
+    the id is a user's or a group's own, or the system does not tell."""
+    try:
+        overflow = int(Path(f"/proc/sys/kernel/overflow{kind}").read_text(encoding="ascii"))
+        lines = Path(f"/proc/self/{kind}_map").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    ranges = [tuple(map(int, line.split())) for line in lines]
+    return None if any(i <= overflow < i + n for i, _, n in ranges) else overflow
 
 
 # --- sources ------------------------------------------------------------------------------------

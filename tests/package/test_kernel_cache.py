@@ -1,6 +1,7 @@
 """The cache of compiled kernels: its keys, what it trusts, where it may lie, what it removes."""
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -550,6 +552,128 @@ def test_another_user_has_neither_kernels_nor_locks_for_this_one(image, monkeypa
         os.chown(kernel, POD, POD)
     with pytest.warns(RuntimeWarning, match=f"another user .uid {POD}.*{kernel}"):
         assert get(image, code="anew") == "anew"
+
+
+HIDDEN = 65534
+"""The id of every owner and group that a user namespace does not map."""
+
+
+@pytest.mark.parametrize(
+    ("owners", "refused"),
+    [  # of a/b/c/kernel.o; what lies above is hidden
+        ({}, "kernel.o"),
+        ({"c/kernel.o": (USER, 0o644)}, None),
+        ({"c": (USER, 0o755), "c/kernel.o": (USER, 0o644)}, None),
+        ({"a": (HIDDEN, 0o1777), "b": (USER, 0o700), "c": (0, 0o755)}, "kernel.o"),
+        ({"a": (HIDDEN, 0o1777), "c/kernel.o": (USER, 0o644)}, "b"),
+        ({"a": (USER, 0o755), "c/kernel.o": (USER, 0o644)}, "b"),
+        ({"b": (HIDDEN, 0o777), "c/kernel.o": (USER, 0o644)}, "b"),
+        ({"b": (HIDDEN, 0o775), "c/kernel.o": (USER, 0o644)}, "b"),
+        ({"b": (USER, 0o775), "c/kernel.o": (USER, 0o644)}, "b"),
+        ({"a": (ANOTHER, 0o755), "c/kernel.o": (USER, 0o644)}, "a"),
+        ({"c/kernel.o": (HIDDEN, 0o644)}, "kernel.o"),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True], ids=["", "linked"])
+def test_hidden_owners_are_trusted_at_the_beginning_of_a_path(
+    owners, refused, linked, monkeypatch, tmp_path
+):
+    """Up to what is this user's own or sticky, on either side of a hidden link."""
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    (tmp_path / "a/b/c/kernel.o").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a/b")
+    by_name = {name.split("/")[-1]: told for name, told in owners.items()}
+
+    def lstat(path: Path) -> os.stat_result:
+        status = os.lstat(path)
+        uid, bits = by_name.get(path.name, (HIDDEN, 0o755))
+        bits |= stat.S_IFMT(status.st_mode)
+        return os.stat_result([bits, *status[1:4], uid, HIDDEN, *status[6:10]])
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(caches, "_hidden_id", lambda kind: HIDDEN)
+    for name, value in (("geteuid", USER), ("getegid", OWN), ("getgroups", [OWN, HIDDEN])):
+        monkeypatch.setattr(os, name, lambda value=value: value)
+    kernel = tmp_path / ("link/c" if linked else "a/b/c") / OBJECT
+    if refused is None:
+        caches.require_trusted(kernel)
+        return
+    with pytest.raises(PermissionError) as error:
+        caches.require_trusted(kernel)
+    assert Path(error.value.filename).name == refused
+
+
+def test_where_every_owner_is_shown_none_is_hidden(monkeypatch):
+    """Outside user namespaces 65534 is a user of its own, nobody."""
+    maps = {"uid_map": "0 0 4294967295\n", "overflowuid": f"{HIDDEN}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: maps[path.name])
+    assert caches._hidden_id("uid") is None
+    for shown, hidden in (("0 1000 1", HIDDEN), ("", HIDDEN), ("0 1000 1\n1 100000 65536", None)):
+        maps["uid_map"] = shown
+        assert caches._hidden_id("uid") == hidden
+
+
+def _in_namespace(user: int, inside: int | None, directory: Path, told: Any) -> None:
+    """Become a user in a user namespace that maps it alone, to `inside`, or none; use the cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() == 0:
+        os.setgroups([GROUP])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else root owns the files that map ids
+    group = os.getegid()
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        return told.send(None)
+    if inside is not None:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{inside} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{inside} {group} 1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        built = [get(directory, code=code) for code in ("first", "second")]
+    told.send((built, [str(warning.message) for warning in caught]))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("change", ["none", "stranger above", "stranger", "hidden group", "no map"])
+@pytest.mark.parametrize("inside", [0, 1000], ids=["enroot", "Apptainer"])
+def test_in_a_user_namespace_the_users_own_directory_is_trusted(inside, change):
+    is_root = os.geteuid() == 0
+    if change in ("stranger above", "stranger", "hidden group") and not is_root:
+        pytest.skip("only root can be two users")
+    user = POD if is_root else os.geteuid()
+    above = Path(tempfile.mkdtemp())  # where this user can come, unlike tmp_path
+    try:
+        directory = above / "kernels"
+        directory.mkdir()
+        for path in (above, directory):
+            path.chmod(0o755)
+            os.chown(path, user, -1)
+        if change in ("stranger above", "stranger"):
+            os.chown(above if change == "stranger above" else directory, ANOTHER, ANOTHER)
+            above.chmod(0o1777)
+        if change == "hidden group":
+            os.chown(above, -1, GROUP)
+            above.chmod(0o775)
+        mine, theirs = multiprocessing.Pipe(duplex=False)
+        arguments = (user, None if change == "no map" else inside, directory, theirs)
+        process = multiprocessing.get_context("fork").Process(target=_in_namespace, args=arguments)
+        process.start()
+        theirs.close()
+        told = mine.recv()
+        process.join()
+    finally:
+        shutil.rmtree(above)
+    if told is None:
+        pytest.skip("this machine has no user namespaces")
+    built, warned = told
+    if change == "none":
+        assert built == ["first", "first"] and not warned
+        return
+    (warning,) = warned
+    assert built == ["first", "second"]
+    why = "can be written by other users" if change == "hidden group" else f"user (uid {HIDDEN})"
+    assert why in warning
 
 
 # --- keys ---
