@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
-from .api import BF16, F32, Options, experts, refuse_gradients
+from .api import BF16, F32, NAMESPACE, TYPES, Options, experts, refuse_gradients
 from .call import BLOCK, RoutedInputs, Swiglu, described
 from .mxfp4 import PackedWeights
 from .reference import activated, dequantised, local_experts, quantise_rows
@@ -80,8 +80,9 @@ def differentiable_experts(
         raise ValueError(f"x: expected a {BF16} tensor [T, H], got {described(x)}")
     if isinstance(w13, PackedWeights) or isinstance(w2, PackedWeights):
         raise ValueError("w13, w2: expected FP8 tensors, got PackedWeights (they have no gradient)")
-    # `topk_weights` and `x` may require gradients. Check the others, with ids in their places.
-    others, why = inputs._replace(topk_weights=topk_ids, x=topk_ids), "master_w13 and master_w2 get"
+    # `topk_weights` and `x` may require gradients. An offset cannot: it may be a symbol of Dynamo.
+    others = inputs._replace(topk_weights=topk_ids, x=topk_ids, local_expert_offset=0)
+    why = "master_w13 and master_w2 get"
     refuse_gradients(others, None, f"{why} the gradients of the weights; .detach() it")
     for name, master, weights in (("master_w13", master_w13, w13), ("master_w2", master_w2, w2)):
         if master is None or not isinstance(weights, torch.Tensor):  # `experts` names the weights
@@ -115,56 +116,95 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ids, weights, x, w13, w13_scale, w2, w2_scale, expert_map = ctx.saved_tensors
-        inputs = RoutedInputs(
-            ids, weights, x, None, w13, w13_scale, w2, w2_scale, ctx.offset, expert_map
-        )
-        gate_first, _, *numbers, ue8m0 = ctx.options
-        swiglu, needed, top_k = Swiglu(*numbers), ctx.needs_input_grad, ids.shape[1]
+        ids, weights, x, *operands, expert_map = ctx.saved_tensors
+        inputs = (ids, weights, x, None, *operands, ctx.offset, expert_map)
+        needed = ctx.needs_input_grad
         wanted = needed[2], needed[1], needed[10], needed[11]  # x, weights, masters
-        q, scale = quantise_rows(x, ue8m0)
-        rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
-        # expert, pair, token: (P,), P = T * top_k, sorted by expert, other ranks' pairs last. Pair
-        # t * top_k + k is slot k of token t.
-        expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
-        experts_here = torch.arange(len(w13), device=x.device)
-        token = pair // top_k
-        # (local,) i32: the end of each expert's pairs
-        ends = torch.searchsorted(expert, experts_here, right=True, out_int32=True)
-        leaves = (
-            rounded[token],  # (P, H)
-            weights.flatten()[pair],  # (P,)
-            dequantised(w13, w13_scale).to(BF16),  # (local, 2 I, H)
-            dequantised(w2, w2_scale).to(BF16),  # (local, H, I)
-        )
-        for leaf, is_wanted in zip(leaves, wanted, strict=True):
-            leaf.requires_grad_(is_wanted)
-        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            a, weight, b13, b2 = leaves
-            halves = grouped_mm(a, b13.mT, offs=ends).float().chunk(2, dim=1)
-            gate, up = halves if gate_first else halves[::-1]
-            middle = activated(gate, up, swiglu).to(BF16)
-            y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
-            wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
-            computed = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
-        gradients = [next(computed) if is_wanted else None for is_wanted in wanted]
-        # The grouped GEMM does not write rows of other ranks' pairs and, on Blackwell, gradients of
-        # experts without rows (pytorch/pytorch 154557 and 172439).
-        is_local, has_rows = expert < len(w13), ends.diff(prepend=ends.new_zeros(1)) > 0
-        written = is_local, is_local, has_rows, has_rows
-        for gradient, is_written in zip(gradients, written, strict=True):
-            if gradient is not None:
-                gradient[~is_written] = 0
-        d_pairs, d_pair_weights, *d_fp8 = gradients
-        d_x = d_weights = None
-        if d_pairs is not None:
-            by_token = torch.empty_like(d_pairs).index_copy_(0, pair, d_pairs)
-            d_x = by_token.view(*ids.shape, x.shape[1]).sum(1, dtype=F32).to(BF16)
-        if d_pair_weights is not None:
-            d_weights = torch.empty_like(d_pair_weights).index_copy_(0, pair, d_pair_weights)
-            d_weights = d_weights.view_as(weights)
+        compute = _operator if torch.compiler.is_compiling() else _gradients
+        computed = iter(compute(*inputs, *ctx.options, d_out, wanted))
+        d_x, d_weights, *d_fp8 = [next(computed) if is_wanted else None for is_wanted in wanted]
         d_masters = (
             None if d is None else d.to(dtype)
             for d, dtype in zip(d_fp8, ctx.master_dtypes, strict=True)
         )
         return None, d_weights, d_x, *7 * (None,), *d_masters, None, None
+
+
+def _gradients(*arguments: Any) -> list[torch.Tensor]:
+    """Return the gradients of x, routing weights, w13 and w2, but only the wanted ones."""
+    *values, d_out, wanted = arguments
+    inputs, options = RoutedInputs._make(values[:10]), values[10:]
+    ids, weights, x, _, w13, w13_scale, w2, w2_scale, _, _ = inputs
+    gate_first, _, *numbers, ue8m0 = options
+    swiglu, top_k = Swiglu(*numbers), ids.shape[1]
+    q, scale = quantise_rows(x, ue8m0)
+    rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
+    # expert, pair, token: (P,), P = T * top_k, sorted by expert, other ranks' pairs last. Pair
+    # t * top_k + k is slot k of token t.
+    expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
+    experts_here = torch.arange(len(w13), device=x.device)
+    token = pair // top_k
+    # (local,) i32: the end of each expert's pairs
+    ends = torch.searchsorted(expert, experts_here, right=True, out_int32=True)
+    leaves = (
+        rounded[token],  # (P, H)
+        weights.flatten()[pair],  # (P,)
+        dequantised(w13, w13_scale).to(BF16),  # (local, 2 I, H)
+        dequantised(w2, w2_scale).to(BF16),  # (local, H, I)
+    )
+    for leaf, is_wanted in zip(leaves, wanted, strict=True):
+        leaf.requires_grad_(is_wanted)
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        a, weight, b13, b2 = leaves
+        halves = grouped_mm(a, b13.mT, offs=ends).float().chunk(2, dim=1)
+        gate, up = halves if gate_first else halves[::-1]
+        middle = activated(gate, up, swiglu).to(BF16)
+        y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
+        wanted_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        computed = iter(torch.autograd.grad(y, wanted_leaves, d_out[token].float()))
+    found = [next(computed) if is_wanted else None for is_wanted in wanted]
+    # The grouped GEMM does not write rows of other ranks' pairs and, on Blackwell, gradients of
+    # experts without rows (pytorch/pytorch 154557 and 172439).
+    is_local, has_rows = expert < len(w13), ends.diff(prepend=ends.new_zeros(1)) > 0
+    written = is_local, is_local, has_rows, has_rows
+    for gradient, is_written in zip(found, written, strict=True):
+        if gradient is not None:
+            gradient[~is_written] = 0
+    d_pairs, d_pair_weights, *d_fp8 = found
+    d_x = d_weights = None
+    if d_pairs is not None:
+        by_token = torch.empty_like(d_pairs).index_copy_(0, pair, d_pairs)
+        d_x = by_token.view(*ids.shape, x.shape[1]).sum(1, dtype=F32).to(BF16)
+    if d_pair_weights is not None:
+        d_weights = torch.empty_like(d_pair_weights).index_copy_(0, pair, d_pair_weights)
+        d_weights = d_weights.view_as(weights)
+    return [d for d in (d_x, d_weights, *d_fp8) if d is not None]
+
+
+def _like_gradients(*arguments: Any) -> list[torch.Tensor]:
+    """Return tensors with the shapes and types of `_gradients`."""
+    *values, _, wanted = arguments
+    _, weights, x, _, w13, _, w2, *_ = values
+    made = x, weights, w13, w2
+    dtypes = BF16, F32, BF16, BF16
+    return [
+        torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        for tensor, dtype, is_wanted in zip(made, dtypes, wanted, strict=True)
+        if is_wanted
+    ]
+
+
+def _register() -> Any:
+    """Return the operator of the gradients: Dynamo cannot trace what computes them."""
+    name, fields = "experts_backward", (*RoutedInputs._fields, *Options._fields)
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):  # else the module is reloaded
+        parameters = [f"{TYPES.get(field, 'Tensor')} {field}" for field in fields]
+        schema = f"({', '.join(parameters)}, Tensor d_out, bool[] wanted) -> Tensor[]"
+        operator = f"{NAMESPACE}::{name}"
+        torch.library.define(operator, schema, tags=(torch.Tag.needs_exact_strides,))
+        torch.library.impl(operator, ("cpu", "cuda"), _gradients)
+        torch.library.register_fake(operator, _like_gradients)
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+_operator = _register()

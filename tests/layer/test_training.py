@@ -282,6 +282,36 @@ def test_no_second_derivative():
         first.sum().backward()
 
 
+@pytest.mark.parametrize("options", ["one term", "offset", "map", "clamped"])
+def test_compiled_without_a_break(options):
+    """The bits of eager code, with any number of tokens and any wanted gradients."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda arguments: differentiable_experts(**arguments) * 2,
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    for tokens, wanted in ((TOKENS, NAMES), (5, NAMES), (TOKENS, NAMES[:1]), (TOKENS, NAMES[2:])):
+        arguments = call(torch.bfloat16, **OPTIONS[options])
+        arguments |= {name: arguments[name][:tokens] for name in ("x", "topk_ids", "topk_weights")}
+        d_out = torch.randn(tokens, HIDDEN).bfloat16()
+        expected = outputs(arguments, 2 * d_out)
+        leaves = {name: arguments[name].clone().requires_grad_() for name in wanted}
+        out = compiled(arguments | leaves)
+        out.backward(d_out)
+        assert torch.equal(out, 2 * expected["out"])
+        assert all(torch.equal(leaf.grad, expected[name]) for name, leaf in leaves.items())
+
+
+@pytest.mark.parametrize("wanted", [[True] * 4, [False, True, False, True]])
+def test_fake_gradients_have_the_shapes_and_types(wanted):
+    ids, weights, x, *operands = list(call().values())[:7]
+    options = (True, False, None, 1.0, 0.0, False)
+    arguments = (ids, weights, x, None, *operands, 0, None, *options, torch.ones_like(x), wanted)
+    made, fake = training._gradients(*arguments), training._like_gradients(*arguments)
+    told = [[(t.shape, t.dtype, t.stride()) for t in each] for each in (made, fake)]
+    assert told[0] == told[1] and len(made) == sum(wanted)
+
+
 # --- a policy in a trainer and in a server --------------------------------------------------------
 
 LAYERS, HEADS, WORDS, EXPERTS, CHOSEN = 2, 4, 50, SHAPE.num_local_experts, SHAPE.top_k
