@@ -3,25 +3,31 @@ fused layer's two."""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import gemm_configs as known
 import pytest
+import torch
 from gemm_configs import COMPILED
-from moe_fp8.call import MoeShape, Swiglu
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.call import BLOCK, CHUNK_TOKENS, Form, MoeShape, Swiglu
 from moe_fp8.kernels import heuristic_sm100 as sm100
-from moe_fp8.kernels.architectures import ARCHITECTURES
+from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
 from moe_fp8.kernels.configs import SMEM_BYTES, TMEM_COLUMNS, LayerRules, Schedule
 from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
 from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
+from moe_fp8.kernels.fused import GEMM_CLASSES, describe_fused
 from moe_fp8.kernels.gemm_load import GatheredRows, GemmLoad
 from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
+from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.heuristic_sm90 import (
     EVEN,
     FEW_ROWS,
@@ -36,6 +42,10 @@ from moe_fp8.kernels.heuristic_sm90 import (
 )
 from moe_fp8.kernels.swiglu import Activation
 from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
+from moe_fp8.kernels.tiles import expert_rows_smem
+from moe_fp8.serving.prepare import all_configs
+
+from scripts.common.definitions import MOE, SHARED
 
 LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
@@ -368,6 +378,90 @@ def test_stages_fill_shared_memory(config):
     assert 2 <= config.num_stages and config.smem_bytes <= SMEM_BYTES
     if not config.stages:
         assert config.smem_bytes + config.stage_bytes > SMEM_BYTES
+
+
+def shared_bytes(gemm: Any, with_copy: bool = True) -> int:
+    """Return the size of the struct that a GEMM allocates in shared memory. `with_copy`: with the
+    experts' rows, which it takes only where they fit."""
+    c, load = gemm.config, gemm.load
+    staged = gemm.epilogue.smem_elements * gemm.epilogue.smem_type.width // 8
+    rows = math.prod(expert_rows_smem(c, gemm.experts)) if with_copy else 0
+    parts = [  # bytes, and what they are aligned to
+        (16 * c.num_stages, 8),
+        (c.tile_m * BLOCK * c.num_stages * c.terms, 1024),
+        (c.b_bytes * c.num_stages, 1024),
+        (load.b_loader.ring_bytes if c.packed else 0, 128),
+        (16 * c.packed_stages, 8),
+        (staged, 1024),
+        (c.sfa_bytes * c.sfa_stages, 128),
+        (4 * gemm.k_blocks * gemm.halves * c.consumer_warps, 4),
+        (4 * c.channels * c.consumer_warps, 16),
+        (4 * load.a_loader.token_slots, 16),
+        (4 * rows, 4),
+        (16, 8),
+        (8 * getattr(gemm, "own_words", 0), 8),
+        (4, 4),
+    ]
+    end = 0
+    for size, alignment in parts:
+        end = -(-end // alignment) * alignment + size
+    return -(-end // 1024) * 1024
+
+
+def shipped_gemms(target: str) -> Iterator[Any]:
+    """Yield the GEMMs of every layer and form that ships, for every number of tokens."""
+    arch, usual = of_target(target), Form(torch.int32, torch.float32, gate_first=True)
+    shapes = {MoeShape(**definition.shape) for definition in (*MOE, SHARED)}
+    for shape, terms, (per_channel, packed) in itertools.product(
+        sorted(shapes, key=str), (1, 2), ((False, False), (True, False), (False, True))
+    ):
+        if packed and not (arch.packed_layer and shape in known.PACKED_SHAPES.values()):
+            continue
+        choose = functools.partial(arch.choose_layer, shape=shape, terms=terms, packed=packed)
+        form = replace(usual, per_channel=per_channel, packed=packed)
+        if shape.routing != "given":
+            form = replace(Form.usual(shape), per_channel=per_channel, packed=packed)
+        for configs in all_configs(choose, CHUNK_TOKENS):
+            layer, parameters, *_ = describe_fused(shape, *configs, 148, target, form)
+            gemms = layer(*parameters).gemms
+            yield from (gemms.gemm1, gemms.gemm2)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_every_shipped_gemm_has_the_shared_memory_that_it_allocates(target):
+    gemms = list(shipped_gemms(target))
+    assert any(gemm.config.per_channel for gemm in gemms) and len(gemms) > 50
+    for gemm in gemms:
+        c = gemm.config
+        assert shared_bytes(gemm) <= c.smem_limit, c
+        assert shared_bytes(gemm, with_copy=False) <= -(-c.smem_bytes // 1024) * 1024, c
+
+
+class Traced(Exception):
+    """The kernel has been traced up to its shared memory."""
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("target", "config"), [
+    ("sm_90a", GemmConfig(tile_m=192, cluster_n=2)), ("sm_90a", SWAPPED),
+    ("sm_100a", BlackwellConfig(tile_n=256)),
+    ("sm_100a", BlackwellConfig(tile_m=16, swap_ab=True)),
+])  # fmt: skip
+def test_the_struct_in_shared_memory_has_that_size(target, config, per_channel, monkeypatch):
+    """`shared_bytes` is the sum that the compiler's struct makes."""
+    config, told = replace(config, per_channel=per_channel), []
+
+    def record(gemm: Any, storage: Any) -> None:
+        told.append((storage.size_in_bytes(), shared_bytes(gemm)))
+        raise Traced
+
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    kind = GEMM_CLASSES[type(config)]
+    monkeypatch.setattr(kind, "shared_storage", property(None, record), raising=False)
+    with contextlib.suppress(Exception):  # the compiler wraps `Traced`
+        compile_grouped_gemm(config, 512, 1024, 40, target)
+    ((allocated, expected),) = told
+    assert allocated == expected
 
 
 @pytest.mark.parametrize("terms", [1, 2])
