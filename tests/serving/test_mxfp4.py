@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from markers import backends, only
-from moe_fp8 import experts, from_mxfp4, mxfp4, quantise_rows
+from moe_fp8 import experts, from_mxfp4, mxfp4, pack_mxfp4, quantise_rows
 from moe_fp8.mxfp4 import compare
 from mxfp4_values import decoded, drawn
 
@@ -99,6 +99,18 @@ def test_the_ends_of_the_exponents(low, high):
     scales[5, 4] = 127 + low
     weights, block_scales = from_mxfp4(packed, scales)
     assert torch.equal(dequantised(weights, block_scales), decoded(packed, scales))
+    # A kernel may take a subnormal scale for 0.
+    for scale in (block_scales, pack_mxfp4(packed, scales).scale):
+        assert bool((scale >= torch.finfo(torch.float32).tiny).all())
+
+
+def test_a_value_too_small_for_float32_is_no_zero():
+    """Divided by its block's scale it is 0, as its FP8 value, and lost all the same."""
+    packed, scales = spanning(-127, 127)
+    scales[:, 4:] = 127 + 127
+    scales[5, 4] = 0
+    with pytest.raises(ValueError, match=r"in 1 blocks .* \(0, 1\) .* which spans 254; "):
+        from_mxfp4(packed, scales)
 
 
 def test_zeros_have_any_exponent():
