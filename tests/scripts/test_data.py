@@ -145,6 +145,24 @@ def test_no_choice_hangs_on_a_small_margin(spec) -> None:
     assert np.array_equal(order[:, :k].sort().values.numpy(), routing.ids)
 
 
+def test_the_gap_of_margins_counts_rows_that_are_drawn_again(monkeypatch) -> None:
+    monkeypatch.setattr(data, "MIN_MARGIN", 3e-3)
+    route, of_draw = data.route, []
+
+    def noted(*arguments):
+        ids, margin = route(*arguments)
+        of_draw.append(float(np.abs(margin - data.MIN_MARGIN).min()))
+        return ids, margin
+
+    monkeypatch.setattr(data, "route", noted)
+    among_redrawn = 0
+    for seed in range(20):
+        of_draw.clear()
+        assert draw_logits(LogitModel(seed=seed), 16, 0).margin_gap == min(of_draw)
+        among_redrawn += min(of_draw) < of_draw[0]
+    assert among_redrawn > 1
+
+
 def test_a_draw_without_margins_ends(monkeypatch) -> None:
     monkeypatch.setattr(data, "MIN_MARGIN", 10.0)
     with pytest.raises(RuntimeError, match="margin"):

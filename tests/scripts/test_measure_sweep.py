@@ -221,10 +221,10 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
     reference.fused(layer_inputs, wanted, replace(shape, hidden_size=256, intermediate_size=128), 2)
     assert [*calls] == ["experts per channel", "experts in blocks", "experts per channel, accurate",
                        "an engine per channel"]  # fmt: skip
-    scales: list[tuple[int, ...]] = []
+    asked: list[tuple[tuple[int, ...], bool]] = []  # the shape of the scales, `accurate`
 
     def of_scales(ids, weights, x, w13, w13_scale, *arguments, **options):
-        scales.append(tuple(w13_scale.shape))
+        asked.append((tuple(w13_scale.shape), options["accurate"]))
         return experts(ids, weights, x, w13, w13_scale, *arguments, **options)
 
     monkeypatch.setattr(subjects, "experts", of_scales)
@@ -233,7 +233,7 @@ def test_every_form_gives_the_layer(shape, monkeypatch) -> None:
         call()
         assert calc_diff(call.output, wanted) < LARGEST_DIFF, name
         assert fields["peer"] == name.startswith("an engine")
-    assert scales == [(32, 256, 1), (32, 2, 2), (32, 256, 1)]
+    assert asked == [((32, 256, 1), False), ((32, 2, 2), False), ((32, 256, 1), True)]
 
 
 # --- the program ----------------------------------------------------------------------------------
