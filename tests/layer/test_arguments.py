@@ -17,7 +17,7 @@ from bruteforce import TINY as SHAPE
 from faults import FAULTS, misaligned
 from markers import more
 from moe_fp8.api import experts, fused_moe
-from moe_fp8.call import LARGEST_SIZES, MoeInputs, MoeShape, RoutedInputs, check_call
+from moe_fp8.call import LARGEST_SIZES, Form, MoeInputs, MoeShape, RoutedInputs, check_call
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
@@ -328,6 +328,26 @@ def test_renormalize_takes_no_bias():
     ):
         with pytest.raises(ValueError, match=message):
             check_call(inputs._replace(**wrong), output, shape)
+
+
+@pytest.mark.parametrize("name", ["gemm1_weights_scale", "gemm2_weights_scale"])
+def test_scales_of_channels_are_aligned(name):
+    """The kernels read four of them at once, of blocks one: those may lie at any float."""
+    of_blocks = bruteforce.random_inputs(SHAPE, TOKENS)
+    output = torch.empty(TOKENS, SHAPE.hidden_size, dtype=torch.bfloat16)
+    rows = {"gemm1_weights_scale": 2 * SHAPE.intermediate_size,
+            "gemm2_weights_scale": SHAPE.hidden_size}  # fmt: skip
+    scales = {n: torch.ones(SHAPE.num_local_experts, size) for n, size in rows.items()}
+    of_channels = of_blocks._replace(**scales)
+    forms = dataclasses.replace(Form.usual(SHAPE), per_channel=True), Form.usual(SHAPE)
+    for inputs, form, is_legal in zip((of_channels, of_blocks), forms, (False, True), strict=True):
+        assert check_call(inputs, output, SHAPE, form) == TOKENS
+        moved = inputs._replace(**{name: misaligned(getattr(inputs, name))})
+        if is_legal:
+            assert check_call(moved, output, SHAPE, form) == TOKENS
+            continue
+        with pytest.raises(ValueError, match=f"^{name}: expected an address"):
+            check_call(moved, output, SHAPE, form)
 
 
 def test_validation_costs_little(good):

@@ -614,6 +614,12 @@ def test_an_output_between_the_lines_of_scales_that_lie_apart(apart):
         ((3, 5), (5, 1), True), ((3, 5), (9, 1), True), ((3, 5), (4, 1), False),
         ((3, 5), (1, 3), True), ((3, 5), (1, 7), True), ((3, 5), (1, 2), False),
         ((3, 5), (10, 2), False), ((3, 5), (2, 6), False), ((3, 5), (0, 1), False),
+        # Matrices: one begins behind the last element of another, or in its place.
+        ((2, 3, 5), (15, 5, 1), True), ((2, 3, 5), (14, 5, 1), False),
+        ((2, 3, 5), (25, 9, 1), True), ((2, 3, 5), (22, 9, 1), False),
+        ((2, 3, 5), (15, 1, 3), True), ((2, 3, 5), (14, 1, 3), False),
+        ((2, 3, 5), (5, 10, 1), False), ((2, 3, 5), (0, 5, 1), False),
+        ((1, 3, 5), (0, 5, 1), True),
     ],
 )  # fmt: skip
 def test_lines_that_can_be_read(shape, strides, legal):
