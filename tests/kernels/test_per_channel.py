@@ -13,6 +13,7 @@ from moe_fp8 import batched_experts, experts, fused_moe, quantise_channels, refe
 from moe_fp8.call import Form
 from moe_fp8.kernels.compile import description
 from moe_fp8.kernels.fused import describe_fused
+from moe_fp8.layer import view_of_scales
 from problems import SHAPE, configs_of, fused_output, gemm, inputs_of, use_target
 from small_layer import ROUTING, named_tensors, tensors_of
 
@@ -101,6 +102,23 @@ def test_the_kernels_bits_of_multiplied_weights(target, name, terms, emulator, m
     assert not any(report.hazards for report in emulator.reports)
     assert torch.equal(out, fused_output(inputs._replace(**blocks), SHAPE, configs))
     assert out.isfinite().all() and out.any(dim=1).all()
+
+
+def test_scales_as_the_compiled_function_takes_them():
+    """Of channels `[E, N]` or `[E, N, 1]` as a column, exponents as bytes, others as they are."""
+    scales = torch.rand(3, 256)
+    view = view_of_scales(Form(per_channel=True))
+    assert view is not None
+    for given in (scales, scales.unsqueeze(-1)):
+        assert torch.equal(view(given), scales.unsqueeze(-1))
+        assert view(given).data_ptr() == scales.data_ptr()
+    exponents = torch.randint(1, 250, (3, 2, 2), dtype=torch.uint8)
+    view = view_of_scales(Form(weight_scale=torch.float8_e8m0fnu))
+    assert view is not None
+    assert torch.equal(view(exponents.view(torch.float8_e8m0fnu)), exponents)
+    with pytest.raises(TypeError, match="float8_e8m0fnu, got torch.float32"):
+        view(scales)
+    assert view_of_scales(Form()) is None
 
 
 def test_the_kernel_cache_tells_channels_from_blocks():
