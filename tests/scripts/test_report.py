@@ -315,6 +315,20 @@ def in_memory(name: str, rows: list[dict], **more: Any) -> Rows:
     return Rows({head["id"]: head}, lines)
 
 
+def test_a_failure_is_no_time_and_replaces_none() -> None:
+    """The last time counts. A subject without a time has no column, every case has a line."""
+    rows: list[dict] = [
+        {"subject": subject, "tokens": tokens} | outcome
+        for subject, tokens, outcome in (
+            ("x", 7, {"value": 1.0}), ("x", 7, {"value": 2.0}), ("x", 7, {"error": "no memory"}),
+            ("y", 7, {"error": "no memory"}), ("y", 80, {"error": "no memory"}),
+        )
+    ]  # fmt: skip
+    f = tables.wide(in_memory("gemm_layers", rows).frame("gemm_layers"), {"T": "tokens"}, None)
+    assert [*f.columns] == ["x"]
+    assert f.x.iloc[0] == 2.0 and f.x.isna().tolist() == [False, True]
+
+
 def test_the_picture_of_gemms_has_a_panel_for_each_weight() -> None:
     case = {"experts": 8, "active": 8, "pairs": 8, "rows": 1.0, "roofline": 5.0}
     rows = [
