@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -36,6 +37,7 @@ from vllm import logger as vllm_logger  # noqa: E402
 from vllm import platforms  # noqa: E402
 from vllm.config import (  # noqa: E402
     DeviceConfig,
+    LoadConfig,
     ModelConfig,
     VllmConfig,
     set_current_vllm_config,
@@ -451,6 +453,64 @@ def test_batch_invariance_keeps_it_chosen(selection, monkeypatch):
     assert selection(config_of(), *KEYS)[1] is vllm_experts.VllmExperts
 
 
+def loading(load_format: str, draft: str | None = None) -> Any:
+    """Return the context in which vLLM loads a model, and perhaps its draft, in these formats."""
+    config = VllmConfig(
+        device_config=DeviceConfig("cpu"), load_config=LoadConfig(load_format=load_format)
+    )
+    if draft:
+        draft_config = SimpleNamespace(draft_load_config=LoadConfig(load_format=draft))
+        config = SimpleNamespace(load_config=config.load_config, speculative_config=draft_config)
+        return mock.patch.object(vllm_experts, "get_current_vllm_config_or_none", lambda: config)
+    return set_current_vllm_config(config)
+
+
+@pytest.mark.parametrize(
+    ("formats", "theirs", "unknown"),
+    [
+        *(((name,), "FLASHINFER_CUTLASS", "") for name in ("auto", "dummy", "runai_streamer")),
+        *(((name,), "TRITON", "") for name in ("ipc_cache", "sharded_state")),
+        (("ipc_cache",), "BATCHED_TRITON", ""),
+        *(((name,), "FLASHINFER_CUTLASS", name)
+          for name in ("ipc_cache", "sharded_state", "tensorizer", "one of a plugin")),
+        (("ipc_cache",), "DEEPGEMM", "ipc_cache"),
+        (("auto", "ipc_cache"), "FLASHINFER_CUTLASS", "ipc_cache"),
+    ],
+)  # fmt: skip
+def test_weights_that_another_process_processed_have_a_known_order(
+    formats, theirs, unknown, selection, monkeypatch, logged
+):
+    """`vllm preload` loads no plugin: its processes hold the order of the kernel that vLLM chose,
+    and the engine maps it."""
+    backend = oracle.Fp8MoeBackend[theirs]
+
+    def select(config, weight_key, activation_key, allow_vllm_cutlass=False):
+        return backend, None
+
+    monkeypatch.setattr(selection, "original", select)
+    with loading(*formats):
+        chosen = selection(config_of(experts_per_token=3), *KEYS)
+    if unknown:
+        assert chosen == (backend, None)
+        assert f"weights of --load-format {unknown} may be in {theirs}'s order" in logged[0]
+    else:
+        assert chosen == (oracle.Fp8MoeBackend.TRITON, vllm_experts.VllmExperts)
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER_CUTLASS", *plugin.AS_LOADED])
+def test_backends_that_leave_weights_as_loaded(name, problem):
+    weights = problem[0]
+    moe_config = SimpleNamespace(is_act_and_mul=True, intermediate_size_per_partition=WIDTH)
+    stub = SimpleNamespace(
+        weight_block_size=[128, 128], moe_config=moe_config, activation=MoEActivation.SILU
+    )
+    loaded = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
+    backend = oracle.Fp8MoeBackend[name]
+    converted = oracle.convert_to_fp8_moe_kernel_format(backend, stub, *loaded, None, None)
+    same = all(torch.equal(a.float(), b.float()) for a, b in zip(converted, loaded, strict=True))
+    assert same == (name in plugin.AS_LOADED)
+
+
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_vllm_makes_the_kernel_of_the_weights_as_they_are(per_channel, selection, problem):
     """vLLM's FP8 and compressed-tensors methods call these functions once a layer is loaded."""
@@ -725,6 +785,15 @@ def test_mxfp4_experts_that_are_refused(asked, changes, why, loaded, monkeypatch
     assert line.endswith("; vLLM's kernel does") and setup.calls == [setup.layer]
     for name, tensor in checkpoint(changes.get("span", 12)).items():
         assert torch.equal(getattr(setup.layer, name), tensor)
+
+
+def test_mxfp4_experts_that_another_process_processed_are_vllms(loaded, monkeypatch, logged):
+    monkeypatch.setenv(plugins.MXFP4, "exact")
+    setup = loaded()
+    with loading("sharded_state"):
+        setup.method.process_weights_after_loading(setup.layer)
+    assert "weights of --load-format sharded_state may be processed already; vLLM's" in logged[0]
+    assert setup.calls == [setup.layer] and setup.layer.w13_weight.dim() == 3
 
 
 @pytest.mark.parametrize("asked", ["exact", "both", "lossy"])

@@ -6,7 +6,8 @@ Entry point `moe_fp8` of `vllm.general_plugins`. It does nothing unless `MOE_FP8
 mixture-of-experts layers that the kernels serve. `VllmBatchedExperts` runs them if DeepEP's
 low-latency mode or NIXL exchanges the tokens. Other layers, and all layers of a vLLM that lacks
 names the plugin needs, keep vLLM's kernel, and vLLM's log says why. Weights in FP8 are used as
-loaded, weights in MXFP4 packed if `MOE_FP8_MXFP4` asks for it.
+loaded, weights in MXFP4 packed if `MOE_FP8_MXFP4` asks for it. Weights that another process may
+have processed are used where vLLM's own kernel takes them as loaded, too.
 """
 
 import functools
@@ -31,12 +32,16 @@ LOGGER = "vllm.moe_fp8"
 """A name below `vllm`, because vLLM shows only such loggers."""
 SELECT = "select_fp8_moe_backend"
 """vLLM's function that chooses a layer's kernel. vLLM's quantisation modules import it by name."""
+AS_LOADED = ("TRITON", "BATCHED_TRITON")
+"""vLLM's backends that leave weights as loaded, as our kernels read them."""
 MOE = "vllm.model_executor.layers.fused_moe"
 NEEDED_NAMES = {
     "vllm.logger:init_logger": "name",
     f"{MOE}.oracle.fp8:{SELECT}": "config weight_key activation_key",
     f"{MOE}.oracle.fp8:Fp8MoeBackend.TRITON": "",
     f"vllm.model_executor.layers.quantization.fp8:{SELECT}": "",
+    "vllm.config:get_current_vllm_config_or_none": "",
+    "vllm.config:VllmConfig": "* load_config speculative_config",
     f"{MOE}.config:FusedMoEConfig": "* moe_parallel_config max_num_tokens experts_per_token",
     f"{MOE}.config:FusedMoEParallelConfig": "* dp_size",
     f"{MOE}.config:FusedMoEParallelConfig.use_all2all_kernels": "",
@@ -119,6 +124,11 @@ class Selection:
             config = call["config"]
             layers = describe_layers(*self.classes.sizes(config))
             chosen, why = self.classes.choose(config, call["weight_key"], call["activation_key"])
+            if chosen and (formats := self.classes.unknown_formats()):
+                theirs, _ = self.original(*arguments, **named)
+                if theirs.name not in AS_LOADED:
+                    chosen = None
+                    why = f"weights of --load-format {formats} may be in {theirs.name}'s order"
         except Exception as error:  # no fault here may end vLLM's start: it goes to the log
             why = in_words(error)
         if chosen is None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
@@ -31,6 +32,22 @@ SERVED_EXCHANGES = (
 )
 """The exchanges between ranks that deliver tokens in the layout of these classes. MoonEP delivers
 another layout, passthrough leaves the exchange to the experts; FlashInfer's were never tried."""
+
+CHECKPOINTS = (
+    "auto",
+    "dummy",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "safetensors",
+)
+"""The values of `--load-format` with which this process itself loads a checkpoint and processes it.
+With others (`ipc_cache`, `sharded_state`) another process may have reordered the weights for its
+kernel: FlashInfer's has rows of up above rows of gate."""
 
 
 class VllmExperts(mk.FusedMoEExpertsModular):
@@ -229,6 +246,16 @@ def why_not(config: Any) -> str:
     if config.in_dtype != torch.bfloat16:
         return f"tokens of {config.in_dtype}"
     return why_refused(sizes(config), **activation_of(config))
+
+
+def unknown_formats() -> str:
+    """Return the load formats of a model and its draft that are not in `CHECKPOINTS`, or ""."""
+    config = get_current_vllm_config_or_none()
+    if config is None:  # a reload: the layer was chosen before
+        return ""
+    draft = getattr(config.speculative_config, "draft_load_config", None)
+    formats = [load.load_format for load in (config.load_config, draft) if load is not None]
+    return ", ".join(name for name in formats if name not in CHECKPOINTS)
 
 
 def activation_of(config: Any) -> dict[str, Any]:

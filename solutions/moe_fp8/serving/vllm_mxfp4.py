@@ -14,7 +14,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from .packed import COPIES, convert
 from .plugins import BLOCK_SHAPE, EXACT, MXFP4, describe_layers, in_words, mxfp4_mode
-from .vllm_experts import VllmExperts, choose, sizes
+from .vllm_experts import VllmExperts, choose, sizes, unknown_formats
 
 METHODS = ("Mxfp4MoEMethod", "GptOssMxfp4MoEMethod")
 """vLLM's classes of MXFP4 experts. Their weights are as in the checkpoint until
@@ -96,6 +96,8 @@ def pack(method: Any, layer: Any, warn: Any) -> str:
         return why
     if not mxfp4_mode():
         return f"weights in MXFP4 ({MXFP4}={EXACT} packs them for our kernels)"
+    if formats := unknown_formats():
+        return f"weights of --load-format {formats} may be processed already"
     loaded = [getattr(layer, name).data for name in NAMES[:4]]
     tensors, why = convert(layer.layer_name, (loaded[0], loaded[1]), (loaded[2], loaded[3]), warn)
     if why:
