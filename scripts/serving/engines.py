@@ -179,6 +179,8 @@ class Setup:
         if self.engine == "vllm":
             if self.tensor_parallel == 1:  # so that times exclude traffic between processes
                 variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            if self.dense and self.backend in OWN:  # which otherwise asks for DeepGEMM's experts
+                variables["VLLM_MOE_USE_DEEP_GEMM"] = "0"
             if self.batch_invariant:
                 variables["VLLM_BATCH_INVARIANT"] = "1"
         return variables

@@ -33,8 +33,8 @@ from scripts.serving.engines import Setup, find_model
 
 mk = engine("vllm.model_executor.layers.fused_moe.modular_kernel")
 from moe_fp8.serving import vllm_experts  # noqa: E402
+from vllm import envs, platforms  # noqa: E402
 from vllm import logger as vllm_logger  # noqa: E402
-from vllm import platforms  # noqa: E402
 from vllm.config import (  # noqa: E402
     DeviceConfig,
     LoadConfig,
@@ -83,6 +83,7 @@ for other in OTHERS:
     with contextlib.suppress(ModuleNotFoundError):  # of other versions
         QUANTISERS.append(importlib.import_module(QUANTISATION + other))
 W4A8 = f"{QUANTISATION}compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4"
+SELECTS_BY_ITSELF = getattr(oracle, plugin.SELECT)
 KEYS = kFp8Static128BlockSym, kFp8Dynamic128Sym
 CHANNELS = kFp8StaticChannelSym, kFp8DynamicTokenSym
 
@@ -440,6 +441,31 @@ def test_the_plugin_falls_back_and_says_why(changes, keys, why, selection, logge
     (line,) = logged
     assert line.startswith("moe_fp8 does not serve layers of ") and why in line
     assert line.endswith("; vLLM's kernel does")
+
+
+ASKED = [
+    ({"VLLM_MOE_USE_DEEP_GEMM": "1"}, "VLLM_MOE_USE_DEEP_GEMM=1"),
+    ({"VLLM_USE_DEEP_GEMM": "1"}, "VLLM_USE_DEEP_GEMM=1"),
+    ({"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"},
+     "VLLM_USE_DEEP_GEMM=1 VLLM_MOE_USE_DEEP_GEMM=1"),
+    ({"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "0"}, ""),
+    ({"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "1"}, ""),
+    ({"VLLM_MOE_USE_DEEP_GEMM": "0"}, ""),
+]  # fmt: skip
+if vllm_experts.MARLIN in envs.environment_variables:
+    ASKED.append(({vllm_experts.MARLIN: "1"}, "VLLM_TEST_FORCE_FP8_MARLIN=1"))
+
+
+@pytest.mark.parametrize(("variables", "why"), ASKED)
+def test_a_variable_that_asks_for_a_kernel_counts(variables, why, selection, monkeypatch, logged):
+    """vLLM's own choice tells: it insists on that kernel, or does without DeepGEMM."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (selection(config_of(), *KEYS)[0] == "theirs") == bool(why)
+    assert f"{why} is asked for; vLLM's kernel does" in logged[0] if why else "serves" in logged[0]
+    insists = pytest.raises(ValueError, match="does not support the deployment")
+    with insists if why else contextlib.nullcontext():
+        SELECTS_BY_ITSELF(config_of(), *KEYS)
 
 
 def test_elsewhere_than_on_hopper(selection, logged, monkeypatch):

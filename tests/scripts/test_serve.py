@@ -452,6 +452,9 @@ def test_a_row_says_how_the_model_was_served(engine, options, head, monkeypatch)
     backend = SimpleNamespace(setup=setup, version="1")
     usual = {"gpus": 1, "parallel": "tensor", "batch_invariant": None, "dense": None}
     row = serve.row_of(backend, "decode", 1, 2.0, "ms", calls=3)
+    # DeepGEMM runs dense layers alone: vLLM takes the variable as a choice of the experts' kernel.
+    asked = setup.variables.get("VLLM_MOE_USE_DEEP_GEMM")
+    assert asked == ("0" if engine == "vllm" else None)
     assert row == usual | head | {
         "engine": engine, "engine_version": "1", "model": "qwen3-30b-a3b", "layers": 2,
         "subject": "ours", "part": "decode", "size": 1, "value": 2.0, "unit": "ms", "calls": 3,

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -32,7 +33,9 @@ SERVED_EXCHANGES = (
 )
 """The exchanges between ranks that deliver tokens in the layout of these classes. MoonEP delivers
 another layout, passthrough leaves the exchange to the experts; FlashInfer's were never tried."""
-
+DEEP_GEMM = ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM")
+MARLIN = "VLLM_TEST_FORCE_FP8_MARLIN"
+"""vLLM's variables that ask for a kernel of FP8 experts. vLLM 0.30 no longer has Marlin's."""
 CHECKPOINTS = (
     "auto",
     "dummy",
@@ -232,8 +235,8 @@ def why_not(config: Any) -> str:
     """Return why a layer is not served, or "" if it is. vLLM's own checks come before."""
     parallel = config.moe_parallel_config
     exchange = parallel.all2all_backend
-    if config.moe_backend != "auto":
-        return f"--moe-backend {config.moe_backend} is asked for"
+    if asked := kernel_asked_for(config):
+        return f"{asked} is asked for"
     # With passthrough vLLM's experts exchange the tokens themselves.
     if (
         exchange == "passthrough"
@@ -246,6 +249,19 @@ def why_not(config: Any) -> str:
     if config.in_dtype != torch.bfloat16:
         return f"tokens of {config.in_dtype}"
     return why_refused(sizes(config), **activation_of(config))
+
+
+def kernel_asked_for(config: Any) -> str:
+    """Return the option or the variables by which the user asks for a kernel of vLLM, or ""."""
+    if config.moe_backend != "auto":
+        return f"--moe-backend {config.moe_backend}"
+    # vLLM's rule: one of the two is set, and neither is 0.
+    deep_gemm = [name for name in DEEP_GEMM if envs.is_set(name)]
+    if deep_gemm and all(getattr(envs, name) for name in DEEP_GEMM):
+        return " ".join(f"{name}=1" for name in deep_gemm)
+    if getattr(envs, MARLIN, False):
+        return f"{MARLIN}=1"
+    return ""
 
 
 def unknown_formats() -> str:
