@@ -70,6 +70,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
 )
 from vllm.model_executor.model_loader import reload as reloading  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+from vllm.ray import ray_env  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
@@ -92,6 +93,7 @@ CHANNELS = kFp8StaticChannelSym, kFp8DynamicTokenSym
 def on_the_cpu(monkeypatch):
     """Answer vLLM's questions about the GPU; our classes run their reference model."""
     monkeypatch.setattr(plugins, "on_hopper", lambda: True)
+    monkeypatch.setenv(plugin.RAY_PREFIXES, "OTHERS_")  # to which the plugin adds its own
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     init_workspace_manager(torch.device("cpu"))
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
@@ -949,6 +951,22 @@ def test_a_vllm_that_lacks_what_is_needed_is_left_alone(change, lacks, monkeypat
     (line,) = logged
     assert re.match(rf"moe_fp8 is off: vllm .* lacks what it needs: {re.escape(lacks)}", line)
     assert [getattr(module, plugin.SELECT, None) for module in QUANTISERS] == before
+
+
+def test_switches_travel_to_the_processes_on_ray(selection, monkeypatch):
+    """The plugin was registered twice. Prefixes that the user adds stay."""
+    copied = {"MOE_FP8_MXFP4": "exact", "MOE_FP8_CACHE_DIR": "/kernels", "OTHERS_VARIABLE": "1"}
+    for name, value in copied.items():
+        monkeypatch.setenv(name, value)
+    assert {plugins.VLLM, *copied} <= ray_env.get_env_vars_to_copy()
+    assert os.environ[plugin.RAY_PREFIXES] == "OTHERS_,MOE_FP8_"
+
+
+@pytest.mark.parametrize("asked", ["", "0"])
+def test_without_the_plugin_nothing_travels(asked, monkeypatch):
+    monkeypatch.setenv(plugins.VLLM, asked)
+    plugin.register()
+    assert os.environ[plugin.RAY_PREFIXES] == "OTHERS_"
 
 
 @pytest.mark.parametrize("path", plugin.NEEDED_FOR_MXFP4)

@@ -31,6 +31,7 @@ def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
     """Then nothing of the engine is imported, which need not be here; else one line says so."""
     engine = plugin.__name__.rpartition(".")[2]
     monkeypatch.setitem(sys.modules, engine, None)  # importing it is an ImportError
+    monkeypatch.setenv(vllm_plugin.RAY_PREFIXES, "")  # restored
     monkeypatch.setenv(plugins.MXFP4, "wrong")  # the plugin is off: nobody reads it
     for value in (None, "", "0"):
         monkeypatch.delenv(variable, raising=False)

@@ -13,6 +13,7 @@ have processed are used where vLLM's own kernel takes them as loaded, too.
 import functools
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -72,10 +73,27 @@ NEEDED_FOR_MXFP4 = {
 """vLLM's names that the plugin uses to serve MXFP4 experts."""
 
 
+RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+"""vLLM's variable of the prefixes of the variables that it copies to the processes on Ray."""
+PREFIX = "MOE_FP8_"
+"""The prefix of our variables."""
+
+
 def register() -> None:
     """Attach the plugin. vLLM calls this in each process, sometimes more than once."""
-    if asked_for(VLLM) and (why := why_off("vllm", TRIED, attach)):
+    if not asked_for(VLLM):
+        return
+    copy_variables_to_ray()
+    if why := why_off("vllm", TRIED, attach):
         logging.getLogger(LOGGER).warning(why)
+
+
+def copy_variables_to_ray() -> None:
+    """Let vLLM copy our variables to the processes that it starts on Ray: else the plugin is off
+    there."""
+    prefixes = [*filter(None, os.environ.get(RAY_PREFIXES, "").split(","))]
+    if PREFIX not in prefixes:
+        os.environ[RAY_PREFIXES] = ",".join([*prefixes, PREFIX])
 
 
 def attach() -> list[str]:
