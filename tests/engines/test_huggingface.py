@@ -147,6 +147,19 @@ def test_a_model_answers_as_in_bfloat16():
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.99
 
 
+@pytest.mark.parametrize("implementation", huggingface.NAMES)
+def test_a_model_with_experts_left_in_bfloat16_is_refused(implementation):
+    """Transformers asks another interface for those, and runs both kinds by grouped_mm."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config()).bfloat16().eval()
+    (first, experts), *_ = [(n, m) for n, m in model.named_modules() if n.endswith(".experts")]
+    model = with_fp8_experts(model)
+    model.set_submodule(first, experts)
+    model.set_experts_implementation(implementation)
+    with pytest.raises(NotImplementedError, match="^moe_fp8: experts .* of torch.bfloat16"):
+        model(torch.randint(1, 512, (2, 33)))
+
+
 def laid_out(folder: Path, known: dict[str, Any]) -> Path:
     """Run the commands of docs/engines.md for the CPU; return the kernel's repository. `known` has
     the dependencies that the library knows."""

@@ -5,8 +5,9 @@
     model.set_experts_implementation("moe_fp8_accurate")    # two FP8 terms
 
 The import registers both names for the experts of block-quantised models (`FP8Experts`: weights in
-blocks of 128 x 128). A call that the layer does not serve raises a NotImplementedError that says
-why; `model.set_experts_implementation("grouped_mm")` goes back.
+blocks of 128 x 128). A call that the layer does not serve, or one of experts that a model leaves in
+bfloat16, raises a NotImplementedError that says why;
+`model.set_experts_implementation("grouped_mm")` goes back.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..api import experts
 from ..call import BLOCK
@@ -94,5 +96,19 @@ def why_not(module: Any, hidden_states: torch.Tensor) -> str:
     return ""
 
 
+def refuse(self: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """Refuse experts that Transformers did not quantise: it asks another interface for those.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    dtypes = sorted({str(parameter.dtype) for parameter in self.parameters()})
+    raise NotImplementedError(
+        f"moe_fp8: experts with weights of {', '.join(dtypes)}: expected FP8 with scales of blocks "
+        f"({BLOCK}, {BLOCK}); grouped_mm runs both kinds of experts of a model"
+    )
+
+
 for name, accurate in NAMES.items():
     ALL_FP8_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, accurate=accurate))
+    ALL_EXPERTS_FUNCTIONS.register(name, refuse)
