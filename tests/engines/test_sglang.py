@@ -336,6 +336,16 @@ def test_tokens_that_deepep_brought_to_their_experts(fp8, by_deepep, monkeypatch
         assert not count or calc_diff(out.hidden_states[expert, :count], reference) < 1e-3
 
 
+def test_a_step_of_deepep_without_tokens(by_deepep):
+    """All ranks are idle: DeepEP expects 0 tokens of an expert, where the layer takes 1 or more."""
+    _, method, module = by_deepep
+    x, counts = torch.zeros(LOCAL, 12, H).bfloat16(), torch.zeros(LOCAL).int()
+    ids, topk_weights = torch.zeros(0, K).long(), torch.zeros(0, K)
+    arrived = deepep.DeepEPLLDispatchOutput(x, None, ids, topk_weights, counts, 0)
+    out = method.apply(module, arrived)
+    assert out.hidden_states.shape == x.shape and out.topk_ids is ids
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
     """DeepEP's normal mode takes this rank's part of each token's sum; there may be no tokens."""

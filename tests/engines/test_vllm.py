@@ -284,6 +284,26 @@ def test_batched(problem, quantised):
     assert calc_diff(limited, wanted) > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["VllmExperts", "VllmBatchedExperts"])
+def test_a_model_that_reduces_the_rows_of_gemm2_itself_is_refused(kind, problem, quantised):
+    """As Muse Spark does: it normalises each row before the sum."""
+    weights, x, logits, bias = problem
+    topk_weights, ids = grouped_topk(x, logits, bias)
+    batched_format = kind == "VllmBatchedExperts"
+    more = {"max_num_tokens": 40, "num_dispatchers": 1} if batched_format else {}
+    experts = getattr(vllm_experts, kind)(config_of(), quant_config_of(weights), **more)
+    experts.post_gemm2_hook = lambda unfinalized, output: None
+    with pytest.raises(NotImplementedError, match="post_gemm2_hook.*--moe-backend triton"):
+        if batched_format:
+            exchanged(weights, x, topk_weights, ids, experts)
+        else:
+            mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts).apply(
+                x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
+                global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
+                shared_experts=None, shared_experts_input=None,
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"), [([33, 31], 8), ([1, 0], 1), ([0, 0], 1), (None, None)]
 )

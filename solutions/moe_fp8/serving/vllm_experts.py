@@ -153,6 +153,7 @@ class VllmExperts(mk.FusedMoEExpertsModular):
         }
         if not self.is_prepared:
             # vLLM's first call is its profiling run, after loading, with the final types.
+            refuse_hook(self)
             most = most_tokens(self.layer_config)
             for form in weights:
                 prepare(experts, *pairs, hidden_states, *form, **options, tokens=most)
@@ -196,11 +197,26 @@ class VllmBatchedExperts(VllmExperts):
         expected_m = expected_tokens(global_num_experts, topk_ids.shape[1])
         options = {"x_scale": a1q_scale, "expected_m": expected_m, "out": output, **self.options}
         if not self.is_prepared:  # as in `VllmExperts.apply`
+            refuse_hook(self)
             for form in weights:
                 prepare(batched_experts, hidden_states, counts, *form, **options)
             self.is_prepared = True
         form = form_for(weights, expected_m or 0)
         batched_experts(hidden_states, counts, *form, **options)
+
+
+def refuse_hook(kernel: VllmExperts) -> None:
+    """Refuse a function that a model sets to reduce the rows of GEMM2 itself. The model sets it
+    once vLLM has made the kernel, when `choose` is long done.
+
+    Raises:
+        NotImplementedError: there is such a function.
+    """
+    if getattr(kernel, "post_gemm2_hook", None) is not None:
+        raise NotImplementedError(
+            "moe_fp8: the model reduces the rows of GEMM2 itself (post_gemm2_hook), which our "
+            "kernels have already reduced; --moe-backend triton leaves its layers to vLLM"
+        )
 
 
 def most_tokens(config: Any) -> int:
