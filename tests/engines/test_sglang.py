@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ engine("sglang.srt.layers.moe.moe_runner")
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.layers.moe import moe_runner  # noqa: E402
 from sglang.srt.layers.moe import utils as moe_utils  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig  # noqa: E402
 from sglang.srt.layers.moe.moe_runner import runner as runners  # noqa: E402
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo  # noqa: E402
@@ -152,6 +154,7 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
         return own_experts(ids, topk_weights, *arguments, **options)
 
     monkeypatch.setattr(plugin, "experts", noted)
+    monkeypatch.setattr(plugin, "prepare", lambda *_, **__: None)  # which knows no `noted`
     call = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
     other_dispatched = dispatched._replace(topk_output=other)
     out = plugin.run_standard(other_dispatched, [call], config_of(), set(), StandardCombineInput)
@@ -488,6 +491,7 @@ def test_fp8_copies_run_where_experts_have_many_rows(most, dtype, in_fp4, monkey
         return own_experts(ids, weights, x, w13, *rest, **options)
 
     monkeypatch.setattr(plugin, "experts", spy)
+    monkeypatch.setattr(plugin, "prepare", lambda *_, **__: None)  # which knows no `spy`
     method, module = in_fp4(True)
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
@@ -630,6 +634,60 @@ def test_kernels_are_prepared_for_the_calls_to_come(shared, registered, monkeypa
     assert kwargs == {"accurate": False, "num_experts": E + shared, "swiglu_limit": None}
     for stand_in, real in zip(call, passed, strict=True):
         assert stand_in.dtype is real.dtype and stand_in.shape[1:] == real.shape[1:]
+
+
+NAMES = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+
+
+@pytest.mark.parametrize("by", ["the weight cache", "DWDP"])
+def test_weights_that_come_after_the_runner_are_prepared_by_the_first_call(
+    by, registered, monkeypatch
+):
+    """The weight cache makes the model on the meta device and maps another process's weights. DWDP
+    gives each rank the weights of all experts. No later call compiles."""
+    cached = by == "the weight cache"
+    weights = Weights(LOCAL if cached else E, H, WIDTH)
+    values = dict(zip(NAMES, (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale),
+                      strict=True))  # fmt: skip
+    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
+    for name in NAMES:
+        meta = getattr(module, name).to("meta") if cached else getattr(module, name)
+        delattr(module, name)
+        module.register_parameter(name, torch.nn.Parameter(meta, requires_grad=False))
+    config = config_of()
+    method.create_moe_runner(module, config)
+    assert not method.runner.runner_backend.is_triton()
+    if cached:
+        cache = pytest.importorskip("sglang.srt.weight_cache.ipc_loader")  # older: none
+        for name, value in values.items():
+            cache.IpcModelLoader._set_module_tensor(module, name, value, is_param=True)
+    elif not hasattr(FusedMoE, "bind_full_expert_weights"):
+        pytest.skip("an SGLang without DWDP")
+    else:
+        module.num_experts = module._num_global_routed = E
+        module.dispatcher, module.moe_runner_config = SimpleNamespace(), config
+        module.replace_expert_tensor = partial(FusedMoE.replace_expert_tensor, module)
+        FusedMoE.bind_full_expert_weights(module, values)
+    asked = []
+    prepare = lambda *call, **options: asked.append(kernels_of(*call, **options))  # noqa: E731
+    monkeypatch.setattr(plugin, "prepare", prepare)
+    ids = torch.rand(33, E, generator=torch.Generator().manual_seed(2)).topk(K).indices.int()
+    dispatched = tokens(local_ids() if cached else ids)
+    with monkeypatch.context() as tracing:
+        tracing.setattr(torch.compiler, "is_compiling", lambda: True)
+        method.apply(module, dispatched)
+    assert not asked, "torch.compile traces the call"
+    for count in (0, 33, 33):
+        topk_weights, ids, logits = dispatched.topk_output
+        part = StandardTopKOutput(topk_weights[:count], ids[:count], logits)
+        x = dispatched.hidden_states[:count]
+        arrived = dispatched._replace(hidden_states=x, topk_output=part)
+        out = method.apply(module, arrived).hidden_states
+        assert len(asked) == (count > 0), "once, and by tokens"
+    assert calc_diff(out, wanted(dispatched, weights, 2.5)) < 1e-3
+    model = bake.Model("", E, K, H, WIDTH)
+    calls = bake.calls(model, "sglang", E // LOCAL if cached else 1, cached)
+    assert asked == [{*bake.geometries_of([*calls], *GPUS["h100"])}]
 
 
 @pytest.mark.parametrize("path", plugin.NEEDED_NAMES)

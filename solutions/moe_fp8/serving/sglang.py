@@ -158,8 +158,9 @@ def run_standard(
     if config.routed_scaling_factor not in (None, 1.0):
         topk_weights = topk_weights * config.routed_scaling_factor
     tokens = ids.contiguous(), topk_weights.contiguous(), dispatched.hidden_states
-    form = form_for(weights, ids.numel() / config.num_experts)
-    return combined(hidden_states=experts(*tokens, *form, **options_of_experts(config)))
+    rows = ids.numel() / config.num_experts
+    options = options_of_experts(config)
+    return combined(hidden_states=run_prepared(prepared, experts, tokens, weights, rows, options))
 
 
 def run_deepep(
@@ -204,8 +205,15 @@ def run_prepared(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Call `function`. Before the first call with tokens, prepare the kernels of all calls. SGLang
-    makes one call outside of a CUDA graph before it captures."""
-    if function not in prepared and all(tensor.numel() for tensor in tokens):
+    makes one call outside of a CUDA graph before it captures.
+
+    `change_runner` has prepared for a rank's own tokens, unless the weights were on the meta
+    device (SGLang's weight cache) or others have taken their place (DWDP)."""
+    if (
+        function not in prepared
+        and not torch.compiler.is_compiling()
+        and all(tensor.numel() for tensor in tokens)
+    ):
         for form in weights:
             prepare(function, *tokens, *form, **options)
         prepared.add(function)
