@@ -1137,6 +1137,18 @@ SPLITS = (1, 0, False, False), (2, 1, False, True), (8, 3, True, False)
 UNEVEN = (6, 0, True, False), (6, 5, True, True)  # 22 experts, 21
 
 
+def process_and_call(runner: Any) -> None:
+    """Process the weights of a layer, and call it with three tokens on the meta device."""
+    layer = runner.routed_experts
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.empty(3, layer.moe_config.hidden_dim, dtype=torch.bfloat16, device="meta")
+    logits = torch.empty(3, layer.moe_config.num_experts, device="meta")
+    types = layer.quant_method.topk_indices_dtype
+    with torch.compiler.set_stance("force_eager"):
+        topk_weights, ids = runner.router.select_experts(x, logits, topk_indices_dtype=types)
+    layer.quant_method.apply(layer, x, topk_weights, ids, None, None)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "rank", "expert_parallel", "accurate"),
     [(name, *split) for name in BLOCKS for split in SPLITS if not name.endswith("mxfp4")]
@@ -1152,14 +1164,7 @@ def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
     prepare = lambda *call, **options: asked.append(kernels_of(*call, **options))  # noqa: E731
     monkeypatch.setattr(vllm_experts, "prepare", prepare)
     runner = block_of(name, ranks, rank, expert_parallel)
-    layer = runner.routed_experts
-    layer.quant_method.process_weights_after_loading(layer)
-    x = torch.empty(3, layer.moe_config.hidden_dim, dtype=torch.bfloat16, device="meta")
-    logits = torch.empty(3, layer.moe_config.num_experts, device="meta")
-    types = layer.quant_method.topk_indices_dtype
-    with torch.compiler.set_stance("force_eager"):
-        topk_weights, ids = runner.router.select_experts(x, logits, topk_indices_dtype=types)
-    layer.quant_method.apply(layer, x, topk_weights, ids, None, None)
+    process_and_call(runner)
     (kernels,) = asked
     model = bake.find_model(name)
     calls = bake.calls(model, "vllm", ranks, expert_parallel, accurate=accurate)
@@ -1170,7 +1175,7 @@ def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
 
 @pytest.mark.parametrize("asked", ["exact", "both"])
 @pytest.mark.parametrize(("ranks", "rank", "expert_parallel"), [(1, 0, False), (8, 3, True)])
-def test_what_is_prepared_for_mxfp4_is_what_the_plugin_asks_for(
+def test_the_plugin_asks_for_what_is_prepared_for_mxfp4(
     asked, ranks, rank, expert_parallel, loaded, block_of, monkeypatch
 ):
     """vLLM reads compressed-tensors' configuration, and makes the layer and its parameters."""
@@ -1182,7 +1187,6 @@ def test_what_is_prepared_for_mxfp4_is_what_the_plugin_asks_for(
     prepare = lambda *call, **options: kernels.update(kernels_of(*call, **options))  # noqa: E731
     monkeypatch.setattr(vllm_experts, "prepare", prepare)
     runner = block_of("qwen3-30b-a3b-mxfp4", ranks, rank, expert_parallel)
-    layer = runner.routed_experts
 
     def without_values(where: str, w13: packed.Mxfp4, w2: packed.Mxfp4, warn: Any) -> Any:
         _, _, _, first, _, second, _ = calls[0].arguments
@@ -1196,13 +1200,7 @@ def test_what_is_prepared_for_mxfp4_is_what_the_plugin_asks_for(
     calls = [*bake.calls(model, "vllm", ranks, expert_parallel)]
     baked = {*bake.geometries_of(calls, *GPUS["h100"])}
     monkeypatch.setattr("moe_fp8.serving.vllm_mxfp4.convert", without_values)
-    layer.quant_method.process_weights_after_loading(layer)
-    x = torch.empty(3, layer.moe_config.hidden_dim, dtype=torch.bfloat16, device="meta")
-    logits = torch.empty(3, layer.moe_config.num_experts, device="meta")
-    types = layer.quant_method.topk_indices_dtype
-    with torch.compiler.set_stance("force_eager"):
-        topk_weights, ids = runner.router.select_experts(x, logits, topk_indices_dtype=types)
-    layer.quant_method.apply(layer, x, topk_weights, ids, None, None)
+    process_and_call(runner)
     assert kernels == baked
 
 
