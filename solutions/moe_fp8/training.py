@@ -51,9 +51,10 @@ def differentiable_experts(
     `w13` or `w2` in place between forward and backward is an error of autograd.
 
     The backward pass computes the layer again in BF16, by torch's grouped GEMM. It needs memory
-    for BF16 copies of all local weights, and for a moment for a float32 copy of `w13`. The
-    intermediate is not rounded to FP8. calc_diff to float64 autograd is below 1e-4, more where many
-    values are near `swiglu_limit`. It repeats bit for bit, but is not batch invariant. A rank gets
+    for BF16 copies of all local weights, and for a moment for a second one and a float32 copy of
+    `w13`. The intermediate is not rounded to FP8. `swiglu_limit` clamps by the sums of unrounded
+    operands, at the cost of two more GEMMs. calc_diff to float64 autograd is below 1e-4, more where
+    many values are near the limit. It repeats bit for bit, but is not batch invariant. A rank gets
     its experts' share of the gradients of tokens and routing weights. There is no second
     derivative.
 
@@ -130,6 +131,12 @@ class _Experts(torch.autograd.Function):
         return None, d_weights, d_x, *7 * (None,), *d_masters, None, None
 
 
+def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 values in BF16, and what they lose by it, in BF16. Overwrites them."""
+    rounded = values.to(BF16)
+    return rounded, values.sub_(rounded).to(BF16)
+
+
 def _gradients(*arguments: Any) -> list[torch.Tensor]:
     """Return the gradients of x, routing weights, w13 and w2, but only the wanted ones."""
     *values, d_out, wanted = arguments
@@ -138,7 +145,8 @@ def _gradients(*arguments: Any) -> list[torch.Tensor]:
     gate_first, _, *numbers, ue8m0 = options
     swiglu, top_k = Swiglu(*numbers), ids.shape[1]
     q, scale = quantise_rows(x, ue8m0)
-    rounded = (q.float() * scale.t().repeat_interleave(BLOCK, 1)).to(BF16)
+    tokens, lost_x = _split(q.float() * scale.t().repeat_interleave(BLOCK, 1))
+    b13, lost13 = _split(dequantised(w13, w13_scale))
     # expert, pair, token: (P,), P = T * top_k, sorted by expert, other ranks' pairs last. Pair
     # t * top_k + k is slot k of token t.
     expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
@@ -146,17 +154,26 @@ def _gradients(*arguments: Any) -> list[torch.Tensor]:
     token = pair // top_k
     # (local,) i32: the end of each expert's pairs
     ends = torch.searchsorted(expert, experts_here, right=True, out_int32=True)
+    a = tokens[token]  # (P, H)
+    correction: torch.Tensor | float = 0.0
+    if swiglu.limit is not None:
+        # Rounding loses more than the limit from projections far above it. Values have gradients
+        # only within the limit, so the sums must tell exactly which these are.
+        lost = grouped_mm(lost_x[token], b13.mT, offs=ends)
+        correction = grouped_mm(a, lost13.mT, offs=ends).float() + lost
+    del lost13
     leaves = (
-        rounded[token],  # (P, H)
+        a,
         weights.flatten()[pair],  # (P,)
-        dequantised(w13, w13_scale).to(BF16),  # (local, 2 I, H)
+        b13,  # (local, 2 I, H)
         dequantised(w2, w2_scale).to(BF16),  # (local, H, I)
     )
     for leaf, is_wanted in zip(leaves, wanted, strict=True):
         leaf.requires_grad_(is_wanted)
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        a, weight, b13, b2 = leaves
-        halves = grouped_mm(a, b13.mT, offs=ends).float().chunk(2, dim=1)
+        _, weight, _, b2 = leaves
+        sums = grouped_mm(a, b13.mT, offs=ends).float() + correction
+        halves = sums.chunk(2, dim=1)
         gate, up = halves if gate_first else halves[::-1]
         middle = activated(gate, up, swiglu).to(BF16)
         y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
