@@ -496,6 +496,33 @@ NO_TENSOR = (AttributeError, RuntimeError, ValueError)
 dimensions or is nested."""
 
 
+class LayerKey(NamedTuple):
+    """The options, sizes, types and layouts of a call. Calls with equal ones share a layer."""
+
+    gate_first: Any
+    accurate: Any
+    swiglu_limit: Any
+    swiglu_alpha: Any
+    swiglu_beta: Any
+    ue8m0: Any
+    kind: str  # "deepseek_v3", "given" or "batched"
+    num_experts: Any
+    num_local_experts: int
+    hidden_size: int
+    intermediate_size: int
+    choice: Any
+    x: Any
+    weight_scale: Any
+    per_channel: bool
+    packed: bool
+    bias: Any = None
+    strided_scales: bool = False
+    has_map: bool = False
+    n_group: Any = 1
+    topk_group: Any = 1
+    top_k: Any = 1
+
+
 def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLayer:
     """Return the layer for the sizes and types of a call of `fused_moe`.
 
@@ -504,18 +531,19 @@ def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLay
     """
     logits, bias, x, x_scale, w13, w13_scale, w2, *_ = inputs
     try:
-        (_, experts), (_, hidden) = logits.shape, x.shape
+        (_, num_experts), (_, hidden) = logits.shape, x.shape
         local, rows, intermediate, packed = _sizes(w13, w2)
-        key = (
-            "deepseek_v3", experts, local, hidden, intermediate, *routing,
-            logits.dtype, None if bias is None else bias.dtype, x.dtype, _is_strided(x_scale),
-            False, w13_scale.dtype, _is_per_channel(w13_scale, rows), packed, *options,
+        key = LayerKey(
+            *options, "deepseek_v3", num_experts, local, hidden, intermediate,
+            logits.dtype, x.dtype, w13_scale.dtype, _is_per_channel(w13_scale, rows), packed,
+            None if bias is None else bias.dtype, _is_strided(x_scale), False, *routing,
         )  # fmt: skip
     except NO_TENSOR:
-        _refuse_shape(inputs, (0, "[T, E]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
-        _refuse_type(inputs, *MOE_TYPES)
+        dims = {"routing_logits": "[T, E]", "hidden_states": "[T, H]"}
+        _refuse_shape(inputs, dims | {"gemm1_weights": "[L, 2 I, H]", "gemm2_weights": "[L, H, I]"})
+        _refuse_type(inputs)
         raise
-    return _layer_of(key, inputs, MOE_TYPES)
+    return _layer_of(key, inputs)
 
 
 def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Options) -> FusedLayer:
@@ -532,18 +560,17 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
                     wanted = f"expected {mapped}, as many as expert_map has"
                     raise ValueError(f"num_experts={num_experts}: {wanted}")
             num_experts = mapped
-        key = (
-            "given", local if num_experts is None else num_experts, local, hidden, intermediate,
-            1, 1, top_k, ids.dtype, F32, x.dtype, _is_strided(x_scale), expert_map is not None,
-            w13_scale.dtype, _is_per_channel(w13_scale, rows), packed, *options,
+        key = LayerKey(
+            *options, "given", local if num_experts is None else num_experts, local, hidden,
+            intermediate, ids.dtype, x.dtype, w13_scale.dtype, _is_per_channel(w13_scale, rows),
+            packed, F32, _is_strided(x_scale), expert_map is not None, top_k=top_k,
         )  # fmt: skip
     except NO_TENSOR:
-        _refuse_shape(inputs, (0, "[T, K]"), (2, "[T, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
-        if expert_map is not None:
-            _refuse_shape(inputs, (9, "[E]"))
-        _refuse_type(inputs, *EXPERTS_TYPES)
+        dims = {"topk_ids": "[T, K]", "x": "[T, H]", "w13": "[L, 2 I, H]", "w2": "[L, H, I]"}
+        _refuse_shape(inputs, dims if expert_map is None else dims | {"expert_map": "[E]"})
+        _refuse_type(inputs)
         raise
-    return _layer_of(key, inputs, EXPERTS_TYPES)
+    return _layer_of(key, inputs)
 
 
 def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, BatchedInputs]:
@@ -553,13 +580,13 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
     try:
         local, rows, hidden = x.shape
         _, rows13, intermediate, packed = _sizes(w13, w2)
-        key = (
-            "batched", local, local, hidden, intermediate, 1, 1, 1, I32, None, x.dtype, False,
-            False, w13_scale.dtype, _is_per_channel(w13_scale, rows13), packed, *options,
+        key = LayerKey(
+            *options, "batched", local, local, hidden, intermediate, I32, x.dtype,
+            w13_scale.dtype, _is_per_channel(w13_scale, rows13), packed,
         )  # fmt: skip
     except NO_TENSOR:
-        _refuse_shape(inputs, (2, "[L, R, H]"), (4, "[L, 2 I, H]"), (6, "[L, H, I]"))
-        _refuse_type(inputs, *BATCHED_TYPES)
+        _refuse_shape(inputs, {"x": "[L, R, H]", "w13": "[L, 2 I, H]", "w2": "[L, H, I]"})
+        _refuse_type(inputs)
         raise
     if expected is None:
         expected = max(rows, 1)
@@ -568,11 +595,11 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
         expected = int(expected)
         if expected < 1:
             raise ValueError(f"expected_m={expected}: expected a positive integer")
-    return _layer_of(key, inputs, BATCHED_TYPES), inputs._replace(expected_m=expected)
+    return _layer_of(key, inputs), inputs._replace(expected_m=expected)
 
 
 def _sizes(w13: torch.Tensor, w2: torch.Tensor) -> tuple[int, int, int, bool]:
-    """Return (L, 2 I, I, whether the weights are packed)."""
+    """Return (L, 2 I, I, True if the weights are packed)."""
     if w13.dtype is U8 and w2.dtype is U8 and w13.ndim == w2.ndim == 4:
         local, row_blocks, _, _ = w13.shape
         return local, row_blocks * BLOCK, w2.shape[2] * BLOCK, True
@@ -580,14 +607,7 @@ def _sizes(w13: torch.Tensor, w2: torch.Tensor) -> tuple[int, int, int, bool]:
     return local, rows, intermediate, False
 
 
-WEIGHT_SCALES = (5, F32, E8M0)
-MOE_TYPES = (0, F32, BF16), (1, BF16, F32), (2, FP8, BF16), WEIGHT_SCALES
-EXPERTS_TYPES = (0, I32, I64), (2, FP8, BF16), WEIGHT_SCALES
-BATCHED_TYPES = (2, FP8, BF16), WEIGHT_SCALES
-"""Indices of the inputs that may have several types, each with these types."""
-
-
-def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...], ...]) -> Any:
+def _layer_of(key: LayerKey, inputs: Inputs) -> FusedLayer:
     """Return `_layer(*key)`.
 
     Raises:
@@ -596,40 +616,36 @@ def _layer_of(key: tuple[Any, ...], inputs: Inputs, types: tuple[tuple[Any, ...]
     try:
         return _layer(*key)
     except TypeError:  # no kernel takes a type, or an option is not even hashable
-        _refuse_type(inputs, *types)
+        _refuse_type(inputs)
         return _layer.__wrapped__(*key)  # refuses the option: the cache needs hashable arguments
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 8.0 == 8, but 8.0 must be refused
-def _layer(
-    kind: str, num_experts: Any, local: int, hidden: int, intermediate: int,
-    n_group: Any, topk_group: Any, top_k: Any,
-    choice: Any, bias: Any, x: Any, strided: bool, has_map: bool,
-    weight_scale: Any, per_channel: bool, packed: bool, gate_first: Any, accurate: Any,
-    swiglu_limit: Any, swiglu_alpha: Any, swiglu_beta: Any, ue8m0: Any,
-) -> FusedLayer:  # fmt: skip
-    """Make the layer of these sizes and types."""
-    for name, flag in (("accurate", accurate), ("gate_first", gate_first)):
-        if type(flag) is not bool:
+def _layer(*values: Any) -> FusedLayer:
+    """Make the layer of a `LayerKey`."""
+    key = LayerKey(*values)
+    for name in ("accurate", "gate_first"):
+        if type(flag := getattr(key, name)) is not bool:
             raise ValueError(f"{name}: expected True or False, got {flag!r}")
-    legal = {F32, BF16} if kind == "deepseek_v3" else {I32, I64}
-    if choice not in legal or bias not in (None, F32, BF16) or x not in (FP8, BF16):
+    legal = {F32, BF16} if key.kind == "deepseek_v3" else {I32, I64}
+    if key.choice not in legal or key.bias not in (None, F32, BF16) or key.x not in (FP8, BF16):
         raise TypeError("a type that no kernel takes: the caller names it")
-    if weight_scale not in (F32, E8M0):
+    if key.weight_scale not in (F32, E8M0):
         raise TypeError("a type that no kernel takes: the caller names it")
-    swiglu = Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta)
+    swiglu = Swiglu(key.swiglu_limit, key.swiglu_alpha, key.swiglu_beta)
     shape = MoeShape(
-        num_experts, local, hidden, intermediate, n_group, topk_group, top_k,
-        "deepseek_v3" if kind == "deepseek_v3" else "given", swiglu, ue8m0,
+        key.num_experts, key.num_local_experts, key.hidden_size, key.intermediate_size,
+        key.n_group, key.topk_group, key.top_k,
+        "deepseek_v3" if key.kind == "deepseek_v3" else "given", swiglu, key.ue8m0,
     )  # fmt: skip
-    is_batched = kind == "batched"
-    if per_channel or packed:
-        weight_scale = F32  # `check_call` refuses other types and names the argument
+    # `check_call` refuses other scales of rows and of packed weights, and names the argument.
+    weight_scale = F32 if key.per_channel or key.packed else key.weight_scale
     form = Form(
-        choice, bias, x, strided, gate_first, has_map, weight_scale, per_channel, is_batched, packed
-    )
-    layer = BatchedLayer if is_batched else FusedLayer
-    return layer(shape, 2 if accurate else 1, form=form, out_name="out")
+        key.choice, key.bias, key.x, key.strided_scales, key.gate_first, key.has_map,
+        weight_scale, key.per_channel, key.kind == "batched", key.packed,
+    )  # fmt: skip
+    layer = BatchedLayer if form.batched else FusedLayer
+    return layer(shape, 2 if key.accurate else 1, form=form, out_name="out")
 
 
 def _is_per_channel(scale: Any, rows: int) -> bool:
@@ -654,26 +670,35 @@ def _is_strided(x_scale: Any) -> bool:
     )
 
 
-def _refuse_shape(inputs: Inputs, *expected: tuple[int, str]) -> None:
+def _refuse_shape(inputs: Inputs, expected: dict[str, str]) -> None:
     """Raise a ValueError for the first input that is no dense array of so many dimensions.
     `_refuse_type` refuses an array that is no tensor."""
-    for place, dims in expected:
-        tensor: Any = inputs[place]
+    for name, dims in expected.items():
+        tensor = getattr(inputs, name)
         dense = hasattr(tensor, "ndim") and not getattr(tensor, "is_nested", False)
         if not dense or tensor.ndim != dims.count(",") + 1:
-            name = inputs._fields[place]
             raise ValueError(f"{name}: expected a tensor {dims}, got {described(tensor)}") from None
 
 
-def _refuse_type(inputs: Inputs, *expected: tuple[Any, ...]) -> None:
-    """Raise a ValueError for the first input that is no tensor of one of these types; a bias may be
-    None."""
-    for place, *types in expected:
-        tensor, name = inputs[place], inputs._fields[place]
-        if isinstance(tensor, torch.Tensor) and tensor.dtype not in types:
-            wanted, got = "dtype", str(tensor.dtype)
-        elif not isinstance(tensor, torch.Tensor) and not (place == 1 and tensor is None):
+INPUT_TYPES = {
+    "routing_logits": (F32, BF16), "routing_bias": (BF16, F32), "topk_ids": (I32, I64),
+    "hidden_states": (FP8, BF16), "x": (FP8, BF16),
+    "gemm1_weights_scale": (F32, E8M0), "w13_scale": (F32, E8M0),
+}  # fmt: skip
+"""Inputs that may have several types, and these types."""
+
+
+def _refuse_type(inputs: Inputs) -> None:
+    """Raise a ValueError for the first input of `INPUT_TYPES` that is no tensor of its types; a
+    bias may be None."""
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        types = INPUT_TYPES.get(name, ())
+        if not types or (name == "routing_bias" and tensor is None):
+            continue
+        if not isinstance(tensor, torch.Tensor):
             wanted, got = "a tensor of", described(tensor)
+        elif tensor.dtype not in types:
+            wanted, got = "dtype", str(tensor.dtype)
         else:
             continue
         legal = " or ".join(map(str, types))
