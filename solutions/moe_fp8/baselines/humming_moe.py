@@ -66,6 +66,56 @@ def activation(limit: float | None, gate_first: bool) -> dict[str, Any]:
     return {"activation_type": "binary_split", "activation_impl": text}
 
 
+def weight_schema(packed: bool) -> Any:
+    """Return Humming's description of the weights, MXFP4 or FP8."""
+    schema = require("humming.schema", REQUIREMENT)
+    if packed:
+        return schema.Mxfp4WeightSchema().to_humming_schema(torch.bfloat16)
+    dtypes = require("humming.dtypes", REQUIREMENT)
+    return schema.HummingWeightSchema(
+        b_dtype=dtypes.float8e4m3,
+        bs_dtype=dtypes.float32,
+        weight_scale_type="block",
+        weight_scale_group_size=BLOCK,
+        weight_scale_group_size_n=BLOCK,
+    )
+
+
+def transformed(
+    weight: torch.Tensor, scale: torch.Tensor, packed: bool
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the configuration of a GEMM on FP8 tokens, and its weights `[E, N, bytes]` and scales
+    in Humming's order, by the name that Humming gives them."""
+    dtypes = require("humming.dtypes", REQUIREMENT)
+    schema = require("humming.schema", REQUIREMENT)
+    experts, n, columns = weight.shape
+    values, scale_dtype = (2, torch.float8_e8m0fnu) if packed else (1, torch.float32)
+    tensors = {"weight": weight.view(torch.int32), "weight_scale": scale.view(scale_dtype)}
+    transform = require("humming.transform", REQUIREMENT)
+    config, ready = transform.prepare_and_transform_humming_tensors(
+        tensors=tensors,
+        shape_n=n,
+        shape_k=values * columns,
+        weight_schema=weight_schema(packed),
+        input_schema=schema.HummingInputSchema(
+            a_dtype=dtypes.float8e4m3,
+            input_scale_group_size=BLOCK,
+            input_scale_dtype=dtypes.float32,
+            input_quant_mode="dynamic_group",
+        ),
+        num_experts=experts,
+        torch_dtype=torch.bfloat16,
+        device=weight.device,
+    )
+    return config, {name: tensor for name, tensor in ready.items() if tensor is not None}
+
+
+def tuning(config: Any, layout: str, pairs: int, device: torch.device) -> dict[str, Any]:
+    """Return the heuristic's choice of a kernel for the expected local pairs."""
+    choose = require("humming.tune", REQUIREMENT).get_heuristics_config
+    return choose(config, shape_m=pairs, gemm_type=layout, device=device)
+
+
 class Sorted(NamedTuple):
     """The pairs sorted by expert for one GEMM: an expert's pairs fill whole tiles."""
 
@@ -137,49 +187,12 @@ class HummingLayer:
         self.plans: dict[int, Plan] = {}  # by the number of tokens
         self.prepared = Prepared(self.prepare)
 
-    def weight_schema(self) -> Any:
-        """Return Humming's description of the weights."""
-        schema = require("humming.schema", REQUIREMENT)
-        if self.packed:
-            return schema.Mxfp4WeightSchema().to_humming_schema(torch.bfloat16)
-        dtypes = require("humming.dtypes", REQUIREMENT)
-        return schema.HummingWeightSchema(
-            b_dtype=dtypes.float8e4m3,
-            bs_dtype=dtypes.float32,
-            weight_scale_type="block",
-            weight_scale_group_size=BLOCK,
-            weight_scale_group_size_n=BLOCK,
-        )
-
     def prepare(self, w13, w13_scale, w2, w2_scale) -> Weights:
         """Return the tensors of both GEMMs in Humming's order."""
-        dtypes = require("humming.dtypes", REQUIREMENT)
-        schema = require("humming.schema", REQUIREMENT)
-        transform = require("humming.transform", REQUIREMENT)
-        options: dict[str, Any] = dict(
-            weight_schema=self.weight_schema(),
-            input_schema=schema.HummingInputSchema(
-                a_dtype=dtypes.float8e4m3,
-                input_scale_group_size=BLOCK,
-                input_scale_dtype=dtypes.float32,
-                input_quant_mode="dynamic_group",
-            ),
-            num_experts=self.shape.num_local_experts,
-            torch_dtype=torch.bfloat16,
-            device=w13.device,
-        )
-        values, scale_dtype = (2, torch.float8_e8m0fnu) if self.packed else (1, torch.float32)
         self.configs, self.names, self.plans = [], [], {}
         made: list[torch.Tensor] = []
         for weight, scale in ((w13, w13_scale), (w2, w2_scale)):
-            tensors = {"weight": weight.view(torch.int32), "weight_scale": scale.view(scale_dtype)}
-            config, ready = transform.prepare_and_transform_humming_tensors(
-                tensors=tensors,
-                shape_n=weight.shape[1],
-                shape_k=values * weight.shape[2],  # values of a byte
-                **options,
-            )
-            ready = {name: tensor for name, tensor in ready.items() if tensor is not None}
+            config, ready = transformed(weight, scale, self.packed)
             self.configs.append(config)
             self.names.append(list(ready))
             made += ready.values()
@@ -191,17 +204,14 @@ class HummingLayer:
         return max(1, math.ceil(tokens * self.shape.top_k * share))
 
     def layout(self, tokens: int) -> str:
+        """Return the layout of the rows."""
         return INDEXED
 
     def plan(self, tokens: int, device: torch.device) -> Plan:
         """Return the layout, and the heuristic's tunings of both GEMMs."""
         if tokens not in self.plans:
-            choose = require("humming.tune", REQUIREMENT).get_heuristics_config
             layout, pairs = self.layout(tokens), self.expected_pairs(tokens)
-            first, second = (
-                choose(config, shape_m=pairs, gemm_type=layout, device=device)
-                for config in self.configs
-            )
+            first, second = (tuning(config, layout, pairs, device) for config in self.configs)
             tiles = first["block_shape"][0], second["block_shape"][0]
             self.plans[tokens] = Plan(layout, tiles, (json.dumps(first), json.dumps(second)))
         return self.plans[tokens]
