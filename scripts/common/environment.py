@@ -34,6 +34,7 @@ PACKAGES = (
     "sgl-kernel",
     "sgl-deep-gemm",
     "hpc-ops",
+    "humming-kernels",
     "sglang",
     "vllm",
 )

@@ -445,6 +445,34 @@ def torchao_variants() -> list[Variant]:
     return [Variant("torchao", flat, peer=True)]
 
 
+def humming_variants() -> list[Variant]:
+    """Return Humming's GEMM on flat rows, with weights re-ordered once, row-major scales of A and
+    the kernel of its heuristic."""
+    from moe_fp8.baselines import humming_moe as peer
+    from moe_fp8.baselines.requirement import require
+
+    multiply = require("humming.forward", peer.REQUIREMENT).humming_forward
+
+    def flat(x: Operands) -> Timed:
+        pairs, device = x.problem.pairs, x.a.device
+        config, weights = peer.transformed(x.b, x.b_scale, packed=False)
+        options: dict[str, Any] = dict(
+            input_scale=x.a_scale[:, :pairs].t().contiguous(),
+            expert_layout=x.m_indptr,
+            locks=torch.zeros(peer.LOCKS, dtype=torch.int32, device=device),
+            valid_shape_m=pairs,
+            compute_config={"gemm_type": peer.GROUPED},
+            tuning_config=peer.tuning(config, peer.GROUPED, pairs, device),
+        )
+
+        def run(out: torch.Tensor) -> None:
+            multiply(config, x.a[:pairs], **weights, **options, outputs=out[:pairs])
+
+        return Timed(run, [x.out], rows=x.flat.index)
+
+    return [Variant("humming", flat, peer=True)]
+
+
 def triton_variants() -> list[Variant]:
     """Return triton_moe's grouped GEMM with the tiles that it ships for as many tokens."""
     from moe_fp8.baselines.requirement import require
@@ -500,6 +528,7 @@ def triton_call(x: Operands, tile: "TileConfig") -> Timed:
 
 PEERS = {
     "deepgemm": deepgemm_variants,
+    "humming": humming_variants,
     "sgl": sgl_variants,
     "torchao": torchao_variants,
     "triton": triton_variants,

@@ -39,16 +39,16 @@ TWO_TERMS = re.compile(r"Combine_object_at__tensorptrf32")
 
 GEMM = "gemm"
 OTHERS_GEMM = re.compile(
-    # DeepGEMM's; hpc-ops'; sgl_kernel's, whose only CUTLASS kernel it is.
-    r"^sm90_fp8_gemm|^group_gemm_blockwise|^device_kernel$"
+    # DeepGEMM's; hpc-ops'; Humming's; sgl_kernel's, whose only CUTLASS kernel it is.
+    r"^sm90_fp8_gemm|^group_gemm_blockwise|^humming$|^device_kernel$"
 )
 """Peers' GEMMs: they take rows and write bfloat16, whatever other kernels their layers launch."""
 STAGES: tuple[tuple[str, str], ...] = (
     (r"^RouteWord$", "route"),
     (r"^ChooseExperts$|^_route_kernel$", "choose"),
-    (r"^NumberRows$|^_place_kernel$", "number"),
+    (r"^NumberRows$|^_place_kernel$|^_sort$", "number"),
     (r"^Permute$|^_scatter_kernel$", "permute"),
-    (r"^SwigluQuant$|^_swiglu_quant_kernel$", "swiglu_quant"),
+    (r"^SwigluQuant$|^_swiglu_quant_kernel$|^process_input_kernel$", "swiglu_quant"),
     (r"^Combine$|^_combine_kernel$", "combine"),
     (r"^GemmSm\d|^_grouped_gemm_kernel$|" + OTHERS_GEMM.pattern, GEMM),
 )

@@ -41,7 +41,7 @@ from scripts.measuring.layers import Subjects
 from scripts.publishing.rows import Writer
 
 TOKENS = tuple(2**i for i in range(15))
-PEERS = ("triton_moe", "deepgemm_moe", "hpc_ops_moe")
+PEERS = ("humming_moe", "triton_moe", "deepgemm_moe", "hpc_ops_moe")
 FLASHINFER = "flashinfer_cutlass_moe"
 """Not one of `PEERS`: it takes bfloat16 tokens, so an engine calls `flashinfer_experts`."""
 SOLUTIONS = (*(PREFIX + name for name in ("fused", "fused_hifi", "flat")), *PEERS, FLASHINFER)

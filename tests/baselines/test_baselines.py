@@ -40,6 +40,7 @@ LIBRARIES = {
         "hpc",
         "hpc-ops@git+https://github.com/Tencent/hpc-ops@6e2ecede9d6d47b2e680e839cc7ad7422bc8d88b",
     ),
+    "humming_moe": ("humming", "humming-kernels>=0.1.20"),
     "triton_fused_moe_v2": ("sgl_kernel", "sglang-kernel>=0.4.3"),
     "triton_moe": ("triton", "triton"),
 }

@@ -97,11 +97,13 @@ PASSED = {  # where in a package, function: parameters by position, parameters b
     ("humming/forward.py", "humming_forward"): (
         2,
         "weight weight_scale weight_scale_2 input_scale outputs sorted_ids expert_ids "
-        "num_tokens_padded locks valid_shape_m top_k tuning_config compute_config".split(),
+        "num_tokens_padded expert_layout locks valid_shape_m top_k tuning_config "
+        "compute_config".split(),
     ),
     ("humming/forward.py", "may_process_input"): (
         1,
-        "inputs outputs group_scales activation_type activation_impl layout scatter_idx".split(),
+        "inputs outputs group_scales activation_type activation_impl layout scatter_idx "
+        "num_valid_tokens".split(),
     ),
     ("humming/transform.py", "prepare_and_transform_humming_tensors"): (
         0,
@@ -138,39 +140,48 @@ def test_the_installed_package_takes_what_a_peer_passes(path, function) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "offset"), [(1, 0), (9, 4), (40, 0), (40, 20), (40, 100)])
-def test_sorted_pairs_fill_tiles_of_their_expert(tokens, offset) -> None:
+@pytest.mark.parametrize("tiles", [(8, 24), (16, 16)])
+def test_sorted_pairs_fill_tiles_of_their_expert(tiles, tokens, offset) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from moe_fp8.baselines.triton_pairs import sort_pairs
+    from moe_fp8.baselines.triton_pairs import Scales, count_pairs, sort_pairs
 
     shape = MoeShape(24, 6 if offset else 24, 256, 128, 1, 1, 3, "given")
     generator = torch.Generator().manual_seed(tokens + offset)
     ids = torch.rand((tokens, 24), generator=generator).topk(3).indices.int().to(DEVICE)
-    b = humming_moe.buffers(tokens, (8, 16), shape, DEVICE)
-    for table in (b.rank, b.pair_row, b.counts, *(t for each in b.sorted.values() for t in each)):
+    b = humming_moe.buffers(tokens, humming_moe.INDEXED, tiles, shape, DEVICE)
+    routed, pair_row = b.tables.routed._replace(ids=ids), b.tables.rows.pair_row
+    for table in (routed.block_counts, pair_row, *(t for each in b.sorted.values() for t in each)):
         table.fill_(-77)
-    sort_pairs(ids, offset, b)
+    source = torch.randn((2, tokens), generator=generator).to(DEVICE)
+    count_pairs(routed, offset)
+    sort_pairs(routed, offset, pair_row, b.sorted, Scales(source, b.q_scale))
+    assert torch.equal(b.q_scale, source.t())
     flat, pairs = ids.flatten().cpu(), ids.numel()
     local = (flat >= offset) & (flat < offset + shape.num_local_experts)
     wanted = torch.where(local, torch.arange(pairs), -1)
-    assert b.pair_row.flatten().tolist() == wanted.tolist()
+    assert pair_row.flatten().tolist() == wanted.tolist()
+    assert set(b.sorted) == set(tiles)
     for tile, (sorted_ids, expert_ids, used) in b.sorted.items():
         rows = sorted_ids[: int(used)].cpu().view(-1, tile)
         experts = expert_ids[: len(rows)].tolist()
         assert experts == sorted(experts)
         for expert in range(shape.num_local_experts):
-            mine = rows[[e == expert for e in experts]].flatten()
-            chosen = (flat == expert + offset).nonzero()[:, 0]
-            assert mine[mine < pairs].sort().values.tolist() == chosen.tolist()
-            assert len(mine) == -(-len(chosen) // tile) * tile
-            assert set(mine[len(chosen) :].tolist()) <= {pairs}  # padding comes last
+            mine = rows[[e == expert for e in experts]].flatten().tolist()
+            chosen = (flat == expert + offset).nonzero()[:, 0].tolist()
+            padding = -len(chosen) % tile
+            assert mine == chosen + padding * [pairs], "in the order of the tokens, padding last"
 
 
-def test_hummings_activation_clamps_as_the_definition() -> None:
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("limit", [10.0, None])
+def test_hummings_activation_is_that_of_the_definition(limit, gate_first) -> None:
     """Its text is C++: evaluate it in Python."""
-    text = humming_moe.activation(10.0)["activation_impl"]
+    text = humming_moe.activation(limit, gate_first)["activation_impl"]
     python = re.sub(r"(\d)\.?f\b", r"\1", text)
     names = {"fminf": min, "fmaxf": max, "expf": lambda x: float(torch.tensor(x).exp())}
-    for a, b in ((12.0, -11.0), (-3.0, 2.0), (0.5, 30.0)):
-        gate, up = min(a, 10.0), min(max(b, -10.0), 10.0)
+    for gate, up in ((12.0, -11.0), (-3.0, 2.0), (0.5, 30.0)):
+        a, b = (gate, up) if gate_first else (up, gate)
+        if limit:
+            gate, up = min(gate, limit), min(max(up, -limit), limit)
         expected = torch.nn.functional.silu(torch.tensor(gate)) * up
         assert eval(python, {**names, "a": a, "b": b}) == pytest.approx(float(expected), rel=1e-6)

@@ -15,6 +15,7 @@ from moe_fp8.baselines import (
     flashinfer_cutlass_moe,
     flashinfer_prims_ts_moe,
     hpc_ops_moe,
+    humming_moe,
     sgl_grouped_gemm,
     sglang_moe,
     triton_fused_moe_v2,
@@ -118,6 +119,7 @@ def test_everything_that_a_baseline_writes_to_is_held_so():
         (flashinfer_cutlass_moe, ["buffers"]),
         (flashinfer_prims_ts_moe, ["shuffled_weights"]),
         (hpc_ops_moe, ["buffers"]),
+        (humming_moe, ["buffers"]),
         (sgl_grouped_gemm, ["scratch"]),
         (sglang_moe, ["expert_sizes"]),
     ]

@@ -9,7 +9,7 @@ import torch
 from deepseek import LAYER_COSINE, LAYER_DIFF, new_output, random_fp8
 from markers import backends
 from moe_fp8 import reference
-from moe_fp8.baselines import deepgemm_moe, triton_moe
+from moe_fp8.baselines import deepgemm_moe, humming_moe, triton_moe
 from moe_fp8.call import MoeInputs, MoeShape, run_of
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
@@ -28,6 +28,7 @@ FEW, MANY = "few rows", "many rows"
 PEERS = {
     triton_moe: ("triton", ((9, 0), (10, 0), (10, 3))),
     deepgemm_moe: ("deep_gemm", ((9, 0),)),
+    humming_moe: ("humming", ((9, 0),)),
 }
 """The package of each peer, and the compute capabilities of its GPUs."""
 

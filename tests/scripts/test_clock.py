@@ -93,6 +93,16 @@ def test_a_replay_that_does_not_write_what_the_call_writes_is_an_error(
     assert "Traceback" in capsys.readouterr().err, "the log says where"
 
 
+def test_a_replay_may_have_other_bits_if_calls_have_too(cuda, capsys) -> None:
+    """Sums in no order. The replay is the sixth run; that of `replay` alone has other bits."""
+    sums = Kernel(cuda, "sums", value=lambda n: 1 + 1e-3 * (n % 2))
+    replay = Kernel(cuda, "replay", value=lambda n: 1 + 1e-3 * (n == 5))
+    times = clock.device_times({k.name: timed(k) for k in (sums, replay)}, repeats=3)
+    assert times["sums"]["calls"] == 3
+    assert "another output than the call" in times["replay"]["error"]
+    assert capsys.readouterr().err
+
+
 def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(
     cuda, monkeypatch, capsys
 ) -> None:

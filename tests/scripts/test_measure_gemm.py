@@ -14,6 +14,7 @@ import fake_libraries
 import pytest
 import torch
 from moe_fp8 import reference
+from moe_fp8.baselines import humming_moe
 from moe_fp8.call import DEEPSEEK_V3
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.ladder import v3_clustered, v4_flat
@@ -138,6 +139,33 @@ def test_torchao_gets_the_layouts_that_it_asks_for(monkeypatch) -> None:
     several.poison()
     several()
     assert several.result().isfinite().all(), "the output is the one that the last call returned"
+
+
+def test_humming_gets_flat_rows_and_its_own_weights(monkeypatch) -> None:
+    calls = []
+
+    def multiply(
+        config, a, weight, weight_scale, outputs, input_scale, expert_layout, locks,
+        valid_shape_m, compute_config, tuning_config,
+    ):  # fmt: skip
+        calls.append((config, valid_shape_m, compute_config, tuning_config))
+        assert input_scale.is_contiguous() and input_scale.shape == (len(a), a.shape[1] // BLOCK)
+        assert not locks.any() and locks.dtype is expert_layout.dtype is torch.int32
+        rows = reference.flat_rows(expert_layout)
+        reference.grouped_gemm(a, input_scale.t(), weight, weight_scale, outputs, rows)
+
+    def transformed(weight, scale, packed):
+        assert not packed
+        return "config", {"weight": weight, "weight_scale": scale}
+
+    monkeypatch.setattr(humming_moe, "transformed", transformed)
+    monkeypatch.setattr(humming_moe, "tuning", lambda *arguments: arguments)
+    for module in ("humming", "humming.forward"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(humming_forward=multiply))
+    (variant,) = gemm.humming_variants()
+    assert Checker(operands(UNEVEN)).calc_diff(variant) < 1e-6
+    layout = "grouped_contiguous"
+    assert calls == [("config", 136, {"gemm_type": layout}, ("config", layout, 136, CPU))]
 
 
 def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> None:

@@ -80,6 +80,8 @@ def test_figures_are_medians_and_gaps_may_be_negative(profiled) -> None:
         (FUSED[3], "GemmSm90", None),  # one GEMM alone: which is not known
         (OURS.format("kernelsswiglu_quantSwigluQuant"), "SwigluQuant", "swiglu_quant"),
         ("_route_kernel", "_route_kernel", "choose"),
+        ("_sort", "_sort", "number"),
+        ("void process_input_kernel<Config, 0>(int)", "process_input_kernel", "swiglu_quant"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>(int)",
             "vectorized_elementwise_kernel",
@@ -101,6 +103,7 @@ def test_names_of_kernels(name: str, short: str, stage: str | None) -> None:
         "_grouped_gemm_kernel",
         "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 128u>(float*)",
         "void hpc::group_gemm::kernels::group_gemm_blockwise_fp8_kernel<Config<int>, true>(int*)",
+        "void humming<MmaOp, Shape<4096u, 7168u>>(CUtensorMap)",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<int>>(Params)",
     ],
 )

@@ -10,6 +10,7 @@ from moe_fp8.baselines import (
     deepgemm_moe,
     flashinfer_cutlass_moe,
     hpc_ops_moe,
+    humming_moe,
     sglang_moe,
     triton_fused_moe_v2,
     triton_moe,
@@ -47,6 +48,7 @@ LIBRARIES = {
     deepgemm_mega_moe: "deep_gemm",
     flashinfer_cutlass_moe: "flashinfer",
     hpc_ops_moe: "hpc",
+    humming_moe: "humming",
     triton_moe: "triton",
     triton_fused_moe_v2: "sgl_kernel",
 }

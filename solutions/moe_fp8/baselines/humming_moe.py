@@ -1,10 +1,12 @@
-"""Humming's kernels on MXFP4 weights and FP8 tokens, assembled as vLLM's layer on Hopper.
+"""Humming's kernels on FP8 tokens and FP8 block-scale or MXFP4 weights, assembled as vLLM's layer.
 
-Humming (package humming-kernels) is vLLM's first choice for MXFP4 on Hopper. Its GEMMs read four
-bits, make FP8 values of them in registers and gather the rows themselves (its layout `indexed`).
-Its `process_input` quantises the tokens in blocks of 128, and between the GEMMs clamps, activates
-and quantises. Triton kernels sort the pairs by expert, two launches, and combine the rows
-(`triton_stages`). The tiles are those of Humming's heuristic for the number of pairs.
+Humming (package humming-kernels) is vLLM's first choice for MXFP4 on Hopper, and one of its choices
+for FP8 in blocks. Its GEMMs take rows in one of two layouts. In the layout `indexed` they gather
+the rows themselves. For the layout `grouped_contiguous`, vLLM's with expert parallelism, the tokens
+are copied to the rows before. MXFP4 weights become FP8 in registers. Its `process_input` quantises
+bfloat16 tokens in blocks of 128, and between the GEMMs clamps, activates and quantises. Triton
+kernels route, sort the pairs by expert (`triton_pairs`), and combine the rows (`triton_stages`).
+The tiles are those of Humming's heuristic for the number of pairs.
 
 Its `prepare_and_transform_humming_tensors` re-orders weights when a call brings others than the
 last one (`four_bits.weights.Prepared`), which takes no part in the ranking. The time by
@@ -16,28 +18,38 @@ caches it on disk (`HUMMING_CACHE_DIR`).
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ..call import BLOCK, MoeShape, RoutedInputs, bounded_offset
+from ..call import (
+    BLOCK,
+    DEEPSEEK_V3,
+    MoeInputs,
+    MoeShape,
+    RoutedInputs,
+    bounded_offset,
+    check_call,
+    run_of,
+)
 from ..four_bits.weights import Prepared, Weights, check
 from .per_stream import PerStream
 from .requirement import require
+from .shared import Tables, new_tables, route
 from .supported import SM90, on_its_device, require_gpu
 
 SOLUTION = {
     "name": "humming_moe",
     "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
     "dependencies": ["torch", "triton", "humming-kernels>=0.1.20"],
-    "routings": ["given"],
+    "routings": ["deepseek_v3", "renormalize", "given"],
     "clamps": True,
 }
 
 REQUIREMENT = "humming-kernels>=0.1.20"
 
-LAYOUT = "indexed"
+INDEXED = "indexed"
+GROUPED = "grouped_contiguous"
 LOCKS = 2048
 """Number of int32 that Humming's own layer allocates for stream-K."""
 MANY_WAVES = 2
@@ -45,129 +57,186 @@ MANY_WAVES = 2
 vLLM does."""
 
 
-def activation(limit: float | None) -> dict[str, Any]:
-    """Return Humming's options for SwiGLU of gate `a` and up `b`."""
-    gate, up = "a", "b"
+def activation(limit: float | None, gate_first: bool) -> dict[str, Any]:
+    """Return Humming's options for SwiGLU. Its `a` is a row's first half."""
+    gate, up = ("a", "b") if gate_first else ("b", "a")
     if limit is not None:
-        gate, up = f"fminf(a, {limit}f)", f"fmaxf(fminf(b, {limit}f), -{limit}f)"
+        gate, up = f"fminf({gate}, {limit}f)", f"fmaxf(fminf({up}, {limit}f), -{limit}f)"
     text = f"({gate}) / (1.f + expf(-({gate}))) * ({up})"
     return {"activation_type": "binary_split", "activation_impl": text}
+
+
+def weight_schema(packed: bool) -> Any:
+    """Return Humming's description of the weights, MXFP4 or FP8."""
+    schema = require("humming.schema", REQUIREMENT)
+    if packed:
+        return schema.Mxfp4WeightSchema().to_humming_schema(torch.bfloat16)
+    dtypes = require("humming.dtypes", REQUIREMENT)
+    return schema.HummingWeightSchema(
+        b_dtype=dtypes.float8e4m3,
+        bs_dtype=dtypes.float32,
+        weight_scale_type="block",
+        weight_scale_group_size=BLOCK,
+        weight_scale_group_size_n=BLOCK,
+    )
+
+
+def transformed(
+    weight: torch.Tensor, scale: torch.Tensor, packed: bool
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the configuration of a GEMM on FP8 tokens, and its weights `[E, N, bytes]` and scales
+    in Humming's order, by the name that Humming gives them."""
+    dtypes = require("humming.dtypes", REQUIREMENT)
+    schema = require("humming.schema", REQUIREMENT)
+    experts, n, columns = weight.shape
+    values, scale_dtype = (2, torch.float8_e8m0fnu) if packed else (1, torch.float32)
+    tensors = {"weight": weight.view(torch.int32), "weight_scale": scale.view(scale_dtype)}
+    transform = require("humming.transform", REQUIREMENT)
+    config, ready = transform.prepare_and_transform_humming_tensors(
+        tensors=tensors,
+        shape_n=n,
+        shape_k=values * columns,
+        weight_schema=weight_schema(packed),
+        input_schema=schema.HummingInputSchema(
+            a_dtype=dtypes.float8e4m3,
+            input_scale_group_size=BLOCK,
+            input_scale_dtype=dtypes.float32,
+            input_quant_mode="dynamic_group",
+        ),
+        num_experts=experts,
+        torch_dtype=torch.bfloat16,
+        device=weight.device,
+    )
+    return config, {name: tensor for name, tensor in ready.items() if tensor is not None}
+
+
+def tuning(config: Any, layout: str, pairs: int, device: torch.device) -> dict[str, Any]:
+    """Return the heuristic's choice of a kernel for the expected local pairs."""
+    choose = require("humming.tune", REQUIREMENT).get_heuristics_config
+    return choose(config, shape_m=pairs, gemm_type=layout, device=device)
 
 
 class Sorted(NamedTuple):
     """The pairs sorted by expert for one GEMM: an expert's pairs fill whole tiles."""
 
-    sorted_ids: torch.Tensor  # [R] int32, pairs; T * top_k where there is none
-    expert_ids: torch.Tensor  # [R / tile] int32
+    sorted_ids: torch.Tensor  # [S] int32, pairs; T * top_k where there is none
+    expert_ids: torch.Tensor  # [S / tile] int32
     num_tokens_padded: torch.Tensor  # [1] int32, the rows in use
 
 
+class Plan(NamedTuple):
+    """The kernels for a number of tokens."""
+
+    layout: str
+    tiles: tuple[int, int]  # rows of a tile of both GEMMs
+    tunings: tuple[str, str]  # of both GEMMs, as JSON
+
+
 class Buffers(NamedTuple):
-    q: torch.Tensor  # [T, H] float8_e4m3fn
-    q_scale: torch.Tensor  # [T, H/128] float32
-    g: torch.Tensor  # [P, 2I] bfloat16, a row for each of the P pairs
-    c: torch.Tensor  # [P, I] float8_e4m3fn
-    c_scale: torch.Tensor  # [P, I/128] float32
-    o: torch.Tensor  # [P, H] bfloat16
-    pair_row: torch.Tensor  # [T, top_k] int32, -1 where the pair's expert is not local
-    rank: torch.Tensor  # [P] int32, among the pairs of its expert
-    counts: torch.Tensor  # [L] int32
+    """Tables, and tensors of R rows: one for each of the P pairs, or one for each pair with a local
+    expert in the layout `grouped_contiguous`."""
+
+    tables: Tables
+    q: torch.Tensor  # [T or R, H] float8_e4m3fn; no columns where GEMM1 gathers the call's tokens
+    q_scale: torch.Tensor  # [T or R, H/128] float32
+    g: torch.Tensor  # [R, 2I] bfloat16
+    c: torch.Tensor  # [R, I] float8_e4m3fn
+    c_scale: torch.Tensor  # [R, I/128] float32
+    o: torch.Tensor  # [R, H] bfloat16
     locks: torch.Tensor
     sorted: dict[int, Sorted]  # by the rows of a tile
 
 
 @PerStream
-def buffers(tokens: int, tiles: tuple[int, ...], shape: MoeShape, device: torch.device) -> Buffers:
-    """Return buffers for a number of tokens and the rows of both GEMMs' tiles."""
+def buffers(
+    tokens: int, layout: str, tiles: tuple[int, int], shape: MoeShape, device: torch.device
+) -> Buffers:
+    """Return buffers for a number of tokens, and for the rows of both GEMMs' tiles."""
+    from .triton_stages import row_bound
 
     def new(*dims: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(dims, dtype=dtype, device=device)
 
-    h, i, pairs, experts = (
-        shape.hidden_size, shape.intermediate_size, tokens * shape.top_k, shape.num_local_experts,
-    )  # fmt: skip
+    h, i, experts = shape.hidden_size, shape.intermediate_size, shape.num_local_experts
     bf16, f32, fp8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-    rows = {tile: -(-min(pairs + experts * (tile - 1), pairs * tile) // tile) for tile in tiles}
+    grouped, gathers = layout == GROUPED, layout == INDEXED and shape.routing != "given"
+    pairs = tokens * shape.top_k
+    rows = row_bound(tokens, shape) if grouped else pairs
+    sizes = {tile: -(-min(pairs + experts * (tile - 1), pairs * tile) // tile) for tile in tiles}
     return Buffers(
-        new(tokens, h, dtype=fp8), new(tokens, h // BLOCK, dtype=f32),
-        new(pairs, 2 * i, dtype=bf16),
-        new(pairs, i, dtype=fp8), new(pairs, i // BLOCK, dtype=f32),
-        new(pairs, h, dtype=bf16),
-        new(tokens, shape.top_k), new(pairs), new(experts), new(LOCKS).zero_(),
-        {tile: Sorted(new(n * tile), new(n), new(1)) for tile, n in rows.items()},
+        new_tables(tokens, rows if grouped else 0, shape, device),
+        new(rows if grouped else tokens, 0 if gathers else h, dtype=fp8),
+        new(rows if grouped else tokens, h // BLOCK, dtype=f32),
+        new(rows, 2 * i, dtype=bf16),
+        new(rows, i, dtype=fp8), new(rows, i // BLOCK, dtype=f32),
+        new(rows, h, dtype=bf16),
+        new(LOCKS).zero_(),
+        {} if grouped else {t: Sorted(new(n * t), new(n), new(1)) for t, n in sizes.items()},
     )  # fmt: skip
 
 
 class HummingLayer:
-    """The MoE layer on Humming's kernels."""
+    """The MoE layer on Humming's kernels. With the routing `given` its weights are MXFP4."""
 
     def __init__(self, shape: MoeShape):
         self.shape = shape
+        self.packed = shape.routing == "given"
+        self.activation = activation(shape.swiglu.limit, gate_first=self.packed)
         self.configs: list[Any] = []  # of both GEMMs, from the preparation
         self.names: list[list[str]] = []  # of the prepared tensors of each
-        self.tunings: dict[int, list[dict[str, Any]]] = {}  # of both GEMMs, by the expected pairs
+        self.plans: dict[int, Plan] = {}  # by the number of tokens
         self.prepared = Prepared(self.prepare)
 
     def prepare(self, w13, w13_scale, w2, w2_scale) -> Weights:
         """Return the tensors of both GEMMs in Humming's order."""
-        dtypes = require("humming.dtypes", REQUIREMENT)
-        schema = require("humming.schema", REQUIREMENT)
-        transform = require("humming.transform", REQUIREMENT)
-        options: dict[str, Any] = dict(
-            weight_schema=schema.Mxfp4WeightSchema().to_humming_schema(torch.bfloat16),
-            input_schema=schema.HummingInputSchema(
-                a_dtype=dtypes.float8e4m3,
-                input_scale_group_size=BLOCK,
-                input_scale_dtype=dtypes.float32,
-                input_quant_mode="dynamic_group",
-            ),
-            num_experts=self.shape.num_local_experts,
-            torch_dtype=torch.bfloat16,
-            device=w13.device,
-        )
-        self.configs, self.names, self.tunings = [], [], {}
+        self.configs, self.names, self.plans = [], [], {}
         made: list[torch.Tensor] = []
         for weight, scale in ((w13, w13_scale), (w2, w2_scale)):
-            tensors = {
-                "weight": weight.view(torch.int32),
-                "weight_scale": scale.view(torch.float8_e8m0fnu),
-            }
-            config, ready = transform.prepare_and_transform_humming_tensors(
-                tensors=tensors, shape_n=weight.shape[1], shape_k=2 * weight.shape[2], **options
-            )
-            ready = {name: tensor for name, tensor in ready.items() if tensor is not None}
+            config, ready = transformed(weight, scale, self.packed)
             self.configs.append(config)
             self.names.append(list(ready))
             made += ready.values()
         return tuple(made)
 
-    def tuned(self, pairs: int, device: torch.device) -> list[dict[str, Any]]:
-        """Return the heuristic's tunings of both GEMMs for the expected local pairs."""
-        if pairs not in self.tunings:
-            choose = require("humming.tune", REQUIREMENT).get_heuristics_config
-            self.tunings[pairs] = [
-                choose(config, shape_m=pairs, gemm_type=LAYOUT, device=device)
-                for config in self.configs
-            ]
-        return self.tunings[pairs]
+    def expected_pairs(self, tokens: int) -> int:
+        """Return the local pairs with even routing, by which Humming chooses its kernels."""
+        share = self.shape.num_local_experts / self.shape.num_experts
+        return max(1, math.ceil(tokens * self.shape.top_k * share))
+
+    def layout(self, tokens: int) -> str:
+        """Return the layout of the rows."""
+        return INDEXED
+
+    def plan(self, tokens: int, device: torch.device) -> Plan:
+        """Return the layout, and the heuristic's tunings of both GEMMs."""
+        if tokens not in self.plans:
+            layout, pairs = self.layout(tokens), self.expected_pairs(tokens)
+            first, second = (tuning(config, layout, pairs, device) for config in self.configs)
+            tiles = first["block_shape"][0], second["block_shape"][0]
+            self.plans[tokens] = Plan(layout, tiles, (json.dumps(first), json.dumps(second)))
+        return self.plans[tokens]
 
     @torch.no_grad()
     @on_its_device
-    def __call__(self, inputs: RoutedInputs, output: torch.Tensor) -> None:
+    def __call__(self, inputs: MoeInputs | RoutedInputs, output: torch.Tensor) -> None:
         """Write the layer's output.
 
         Raises:
             ValueError: an argument is wrong.
             RuntimeError: the GPU is not supported, or a package is not installed.
         """
-        shape, tokens = self.shape, check(inputs, output, self.shape)
-        require_gpu(output.device, SM90)
+        shape, device = self.shape, output.device
+        if isinstance(inputs, RoutedInputs):
+            tokens = check(inputs, output, shape)
+        else:
+            tokens = check_call(inputs, output, shape)
+        require_gpu(device, SM90)
         library = require("humming.forward", REQUIREMENT)
         require("triton", "triton")
         if tokens == 0:
             return
-        from .triton_pairs import sort_pairs
-        from .triton_stages import combine, new_rows, processors
+        from . import triton_stages as stages
+        from .triton_pairs import Scales, count_pairs, sort_pairs
 
         tensors = self.prepared(inputs[4:8])
         split = len(self.names[0])
@@ -175,19 +244,19 @@ class HummingLayer:
             dict(zip(names, part, strict=True))
             for names, part in zip(self.names, (tensors[:split], tensors[split:]), strict=True)
         ]
-        share = shape.num_local_experts / shape.num_experts
-        pairs = max(1, math.ceil(tokens * shape.top_k * share))
-        tunings = self.tuned(pairs, output.device)
-        tiles = [tuning["block_shape"][0] for tuning in tunings]
-        b = buffers(tokens, tuple(sorted(set(tiles))), shape, output.device)
-        sort_pairs(inputs.topk_ids, bounded_offset(int(inputs.local_expert_offset)), b)
+        layout, tiles, tunings = self.plan(tokens, device)
+        b = buffers(tokens, layout, tiles, shape, device)
+        (routed, rows), grouped = b.tables, layout == GROUPED
+        offset, pairs = bounded_offset(int(inputs.local_expert_offset)), self.expected_pairs(tokens)
+        compute = json.dumps({"gemm_type": layout})
 
         def multiply(gemm: int, x, scale, out) -> None:
+            where = b.sorted[tiles[gemm]]._asdict() if not grouped else {}
             library.humming_forward(
-                self.configs[gemm], x, **weights[gemm], input_scale=scale, outputs=out,
-                **b.sorted[tiles[gemm]]._asdict(), locks=b.locks, valid_shape_m=pairs,
-                top_k=shape.top_k if gemm == 0 else 1, tuning_config=json.dumps(tunings[gemm]),
-                compute_config=json.dumps({"gemm_type": LAYOUT}),
+                self.configs[gemm], x, **weights[gemm], input_scale=scale, outputs=out, **where,
+                expert_layout=rows.m_indptr if grouped else None, locks=b.locks,
+                valid_shape_m=pairs, top_k=1 if grouped or gemm else shape.top_k,
+                tuning_config=tunings[gemm], compute_config=compute,
             )  # fmt: skip
 
         def process(gemm: int, x, out, scale, **options: Any) -> None:
@@ -195,15 +264,33 @@ class HummingLayer:
                 self.configs[gemm], inputs=x, outputs=out, group_scales=scale, **options
             )
 
-        process(0, inputs.x, b.q, b.q_scale)
-        multiply(0, b.q, b.q_scale, b.g)
-        options = activation(shape.swiglu.limit)
-        if share < 1 and len(b.g) > MANY_WAVES * processors(output.device):
-            options |= {"layout": "scatter", "scatter_idx": b.pair_row.view(-1, 1)}
-        process(1, b.g, b.c, b.c_scale, **options)
+        x, scales = b.q, None
+        if isinstance(inputs, RoutedInputs):
+            routed = routed._replace(ids=inputs.topk_ids, weights=inputs.topk_weights)
+            count_pairs(routed, offset)
+            process(0, inputs.x, b.q, b.q_scale)
+        else:
+            route(inputs, shape, routed)
+            source, source_scale = inputs.hidden_states, inputs.hidden_states_scale
+            if grouped:
+                stages.place(routed, offset, rows)
+                stages.scatter(source, source_scale, rows, b.q, b.q_scale)
+            else:
+                x, scales = source, Scales(source_scale, b.q_scale)
+        options: dict[str, Any] = {}
+        if grouped:
+            options = {"num_valid_tokens": rows.m_indptr[-1:]}
+        else:
+            sort_pairs(routed, offset, rows.pair_row, b.sorted, scales)
+            of_a_rank = shape.num_local_experts < shape.num_experts
+            if of_a_rank and len(b.g) > MANY_WAVES * stages.processors(device):
+                options = {"layout": "scatter", "scatter_idx": rows.pair_row.view(-1, 1)}
+
+        multiply(0, x, b.q_scale, b.g)
+        process(1, b.g, b.c, b.c_scale, **self.activation, **options)
         multiply(1, b.c, b.c_scale, b.o)
-        rows = new_rows(0, 0, shape, output.device, b.counts.view(1, -1))
-        combine(b.o, inputs.topk_weights, rows._replace(pair_row=b.pair_row), output)
+        stages.combine(b.o, routed.weights, rows, output)
 
 
-layer_at: Callable[[MoeShape], HummingLayer] = HummingLayer
+layer_at = HummingLayer
+run = run_of(HummingLayer(DEEPSEEK_V3))

@@ -1,84 +1,200 @@
 """Sort (token, expert) pairs by expert for kernels that gather rows themselves, in Triton.
 
-The tables are those of vLLM's `moe_align_block_size`: an expert's pairs fill whole tiles. Their
-order within an expert is that of the atomic additions; it moves no result to another place.
+The tables are those of vLLM's `moe_align_block_size`: an expert's pairs fill whole tiles, in the
+order of the tokens. The counts come from `triton_stages.route`, or from `count_pairs` where the
+caller has chosen the experts.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .triton_stages import Routed
+
 if TYPE_CHECKING:
-    from .humming_moe import Buffers
+    from .humming_moe import Sorted
 
-PAIRS = 32
-"""Pairs of a program. It compares each with each expert."""
 LARGEST_TILE = 256
+NO_TABLE = (None, None, None)
 
 
-def sort_pairs(ids: torch.Tensor, offset: int, b: "Buffers") -> None:
-    """Fill `pair_row`, the row of every local pair, which is the pair itself, and the tables of all
-    tiles."""
-    pairs, experts = ids.numel(), b.counts.numel()
-    programs = triton.cdiv(pairs, PAIRS)
-    b.counts.zero_()
-    _rank[(programs,)](
-        ids, b.rank, b.counts, b.pair_row, pairs, offset, EXPERTS=experts, BLOCK=PAIRS, num_warps=4
-    )
-    for tile, tables in b.sorted.items():
-        assert tile <= LARGEST_TILE
-        _place[(max(programs, experts),)](
-            ids, b.rank, b.counts, *tables, pairs, offset, EXPERTS=experts,
-            LANES=triton.next_power_of_2(experts), TILE=tile, MOST=LARGEST_TILE, BLOCK=PAIRS,
-            num_warps=4,
-        )  # fmt: skip
+class Scales(NamedTuple):
+    """The scales of the tokens, and their copy with a row for each token."""
+
+    source: torch.Tensor  # [H/128, T] float32, any strides
+    rows: torch.Tensor  # [T, H/128] float32, contiguous
 
 
-@triton.jit(do_not_specialize=["pairs", "offset"])
-def _rank(ids, rank, counts, pair_row, pairs, offset, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    local = tl.load(ids + pair, mask=pair < pairs, other=-1) - offset
-    here = (pair < pairs) & (local >= 0) & (local < EXPERTS)
-    place = tl.atomic_add(counts + tl.where(here, local, 0), 1, mask=here, sem="relaxed")
-    tl.store(rank + pair, tl.where(here, place, -1), mask=pair < pairs)
-    tl.store(pair_row + pair, tl.where(here, pair, -1), mask=pair < pairs)
+def count_pairs(routed: Routed, offset: int) -> None:
+    """Fill `block_counts` from `ids`."""
+    blocks, experts = routed.block_counts.shape
+    tokens, top_k = routed.ids.shape
+    _count[(blocks,)](
+        routed.ids, routed.block_counts, tokens, offset, TOP_K=top_k, LOCAL=experts,
+        LANES=triton.next_power_of_2(experts), TOKENS=routed.block,
+        PAIRS=triton.next_power_of_2(routed.block * top_k), num_warps=4,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pairs", "offset"])
-def _place(
+def sort_pairs(
+    routed: Routed,
+    offset: int,
+    pair_row: torch.Tensor,
+    tables: "dict[int, Sorted]",
+    scales: Scales | None = None,
+) -> None:
+    """Fill `pair_row` [T, top_k], the row of every local pair, which is the pair itself, and the
+    tables of one or two tiles. The same launch copies `scales`."""
+    blocks, experts = routed.block_counts.shape
+    tokens, top_k = routed.ids.shape
+    tile, other_tile = (*tables, 0)[:2]
+    assert len(tables) <= 2 and max(tables) <= LARGEST_TILE
+    source, rows = scales or (None, None)
+    columns = 0 if rows is None else rows.shape[1]
+    _sort[(max(blocks, experts),)](
+        routed.ids, routed.block_counts, pair_row, *tables[tile], *tables.get(other_tile, NO_TABLE),
+        source, rows, tokens, blocks, offset, *((0, 0) if source is None else source.stride()),
+        TOP_K=top_k, LOCAL=experts, LANES=triton.next_power_of_2(experts), TOKENS=routed.block,
+        PAIRS=triton.next_power_of_2(routed.block * top_k), TILE=tile, OTHER_TILE=other_tile,
+        MOST=LARGEST_TILE, SCALES=columns, SCALE_LANES=triton.next_power_of_2(columns),
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _own_pairs(ids, tokens, block, TOP_K: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    """Return the pairs of a block of tokens, True for those of a token, and their experts."""
+    pair = tl.arange(0, PAIRS)
+    there = (pair < TOKENS * TOP_K) & (block * TOKENS + pair // TOP_K < tokens)
+    pair += block * TOKENS * TOP_K
+    return pair, there, tl.load(ids + pair, mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=["tokens", "offset"])
+def _count(
     ids,
-    rank,
-    counts,
+    block_counts,
+    tokens,
+    offset,
+    TOP_K: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    _, there, expert = _own_pairs(ids, tokens, block, TOP_K, TOKENS, PAIRS)
+    lane = tl.arange(0, LANES)
+    mark = there[:, None] & ((expert - offset)[:, None] == lane[None, :])
+    tl.store(block_counts + block * LOCAL + lane, tl.sum(mark.to(tl.int32), 0), mask=lane < LOCAL)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "offset", "stride_block", "stride_token"])
+def _sort(
+    ids,
+    block_counts,
+    pair_row,
     sorted_ids,
     expert_ids,
     used,
-    pairs,
+    other_sorted_ids,
+    other_expert_ids,
+    other_used,
+    scales,
+    scale_rows,
+    tokens,
+    blocks,
     offset,
-    EXPERTS: tl.constexpr,
+    stride_block,
+    stride_token,
+    TOP_K: tl.constexpr,
+    LOCAL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+    OTHER_TILE: tl.constexpr,
+    MOST: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_LANES: tl.constexpr,
+):
+    """A program has a block of tokens, and the padding of one expert."""
+    program = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+
+    # Every program sums the counts of all blocks, which is cheaper than another launch.
+    SUMMED: tl.constexpr = 64
+    total = tl.zeros((LANES,), dtype=tl.int32)
+    before = tl.zeros((LANES,), dtype=tl.int32)
+    first = 0
+    while first < blocks:
+        b = first + tl.arange(0, SUMMED)
+        count = tl.load(
+            block_counts + b[:, None] * LOCAL + lane[None, :],
+            mask=(b < blocks)[:, None] & (lane < LOCAL)[None, :],
+            other=0,
+        )
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((b < program)[:, None], count, 0), 0)
+        first += SUMMED
+
+    pair, there, expert = _own_pairs(ids, tokens, program, TOP_K, TOKENS, PAIRS)
+    local = expert - offset
+    here = there & (local >= 0) & (local < LOCAL)
+    tl.store(pair_row + pair, tl.where(here, pair, -1), mask=there)
+    mark = here[:, None] & (local[:, None] == lane[None, :])
+    rank = tl.sum(tl.where(mark, tl.cumsum(mark.to(tl.int32), 0) - 1 + before[None, :], 0), 1)
+    _fill(
+        sorted_ids, expert_ids, used, pair, here, mark, rank, total, tokens * TOP_K,
+        LOCAL, LANES, TILE, MOST,
+    )  # fmt: skip
+    if OTHER_TILE:
+        _fill(
+            other_sorted_ids, other_expert_ids, other_used, pair, here, mark, rank, total,
+            tokens * TOP_K, LOCAL, LANES, OTHER_TILE, MOST,
+        )  # fmt: skip
+
+    if SCALES:
+        token = program.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        column = tl.arange(0, SCALE_LANES)
+        inside = (token < tokens)[:, None] & (column < SCALES)[None, :]
+        source = column.to(tl.int64)[None, :] * stride_block + token[:, None] * stride_token
+        tl.store(
+            scale_rows + token[:, None] * SCALES + column[None, :],
+            tl.load(scales + source, mask=inside),
+            mask=inside,
+        )
+
+
+@triton.jit
+def _fill(
+    sorted_ids,
+    expert_ids,
+    used,
+    pair,
+    here,
+    mark,
+    rank,
+    total,
+    pairs,
+    LOCAL: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
+    """Write this program's part of a tile's tables."""
     program = tl.program_id(0)
     lane = tl.arange(0, LANES)
-    count = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
-    tiles = (count + TILE - 1) // TILE
-    end = tl.cumsum(tiles, 0)
-    start = end - tiles
+    tiles = (total + TILE - 1) // TILE
+    start = tl.cumsum(tiles, 0) - tiles
+    first = tl.sum(tl.where(mark, start[None, :], 0), 1)
+    tl.store(sorted_ids + first * TILE + rank, pair, mask=here)
 
-    pair = program * BLOCK + tl.arange(0, BLOCK)
-    local = tl.load(ids + pair, mask=pair < pairs, other=-1) - offset
-    place = tl.load(rank + pair, mask=pair < pairs, other=-1)
-    mine = local[:, None] == lane[None, :]
-    first = tl.sum(tl.where(mine, start[None, :], 0), 1)
-    tl.store(sorted_ids + first * TILE + place, pair, mask=place >= 0)
-
-    if program < EXPERTS:  # the tiles of this expert, and the rows that have no pair
+    if program < LOCAL:  # the tiles of this expert, and the rows that have no pair
         expert = lane == program
-        own = tl.sum(tl.where(expert, count, 0), 0)
+        own = tl.sum(tl.where(expert, total, 0), 0)
         own_tiles = tl.sum(tl.where(expert, tiles, 0), 0)
         begin = tl.sum(tl.where(expert, start, 0), 0)
         row = own + tl.arange(0, MOST)
