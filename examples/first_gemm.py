@@ -18,11 +18,36 @@ They meet in shared memory, which holds 5 stages of one K block. A stage has two
     full     opens when all bytes of the stage have arrived; the multiplying warps wait for it
     empty    opens when all 8 multiplying warps have read the stage; the loading warps wait for it
 
-`python examples/first_gemm.py` compiles it without a GPU and prints its PTX.
+The key to the names, which are CuTe's usual ones:
+
+    gA sA rA     a tensor in global memory, in shared memory, in a thread's registers
+    tAgA tAsA    gA and sA as the copy of A divides them: mode 0 is one copy, the rest counts copies
+    tCrA         A as the MMA that makes C divides it; "r", but WGMMA's are descriptors of sA
+    acc accum    a thread's sums over all K blocks; the product of one K block
+    (1, 1, 4, stages)    tCrA's shape: one operand of a WGMMA; how many of them along the rows, and
+                 along a K block (128 / 32); the stages. A comment behind a tensor has its shape.
+    x[None, k]   all of mode 0 at place k of mode 1
+    phase        an mbarrier opens again and again; the phase's parity says which time to wait for
+    proxy        a way to memory. TMA and WGMMA take the async one, threads the generic one; what a
+                 thread wrote reaches them only behind a fence of the proxy
+
+`python first_gemm.py` compares D with torch's and prints the error, the time and TFLOP/s. It needs
+torch, nvidia-cutlass-dsl and apache-tvm-ffi. Without a GPU it runs a small problem in ptxemu, the
+project's emulator, and prints no time.
 """
 
-import tempfile
+import os
+import statistics
+import sys
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+if __name__ == "__main__" and not torch.cuda.is_available():  # must come before the DSL's import
+    path = [str(Path(__file__).resolve().parent / "../emulator"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    os.execve(sys.executable, [sys.executable, "-m", "ptxemu", __file__], environment)
 
 import cutlass
 import cutlass.cute as cute
@@ -33,7 +58,12 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.pipeline import Agent, CooperativeGroup, NamedBarrier, PipelineUserType
-from moe_fp8.kernels.dsl import LayoutEnum, SmemAllocator
+from cutlass.utils.hopper_helpers import LayoutEnum
+
+try:
+    from cutlass.memory import SmemAllocator
+except ModuleNotFoundError:  # before CuTe DSL 4.8
+    from cutlass.utils import SmemAllocator
 
 TILE_M, TILE_N, BLOCK = 128, 128, 128  # rows and columns of a tile, columns of a K block
 STAGES = 5  # as many as fit into 227 KiB
@@ -437,6 +467,56 @@ def compile_first_gemm(n: int, k: int, experts: int, options: str = ""):
     return cute.compile(first_gemm, *fakes, Int32(0), stream, options=options)
 
 
+# --- try it
+def problem(rows: list[int], n: int, k: int) -> list[torch.Tensor]:
+    """Return random operands for experts with these rows, the output and the rows' limits."""
+    padded = -(-sum(rows) // 4) * 4  # TMA takes strides of 16 bytes
+    ends = torch.tensor(rows).cumsum(0)
+    of_a, of_b = (padded, k), (len(rows), n, k)
+    of_sfa, of_sfb = (k // BLOCK, padded), (len(rows), n // BLOCK, k // BLOCK)
+    a, sfa, b, sfb = (torch.randn(shape, device="cuda") for shape in (of_a, of_sfa, of_b, of_sfb))
+    d = torch.zeros(padded, n, device="cuda", dtype=torch.bfloat16)
+    expert_rows = torch.stack([ends - torch.tensor(rows), ends]).int().to("cuda")
+    return [a.to(torch.float8_e4m3fn), sfa, b.to(torch.float8_e4m3fn), sfb, d, expert_rows]
+
+
+def expected(a, sfa, b, sfb, d, expert_rows) -> torch.Tensor:
+    """Return D by torch, in float32."""
+    result = torch.zeros(d.shape, device=d.device)
+    for e, (begin, end) in enumerate(expert_rows.t().tolist()):
+        scales = sfa[:, begin:end].t().repeat_interleave(BLOCK, 1)
+        weights = b[e].float() * sfb[e].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        result[begin:end] = a[begin:end].float() * scales @ weights.t()
+    return result
+
+
+def main() -> None:
+    """Print the error and, on a GPU, the speed."""
+    emulated = "ptxemu" in sys.modules
+    rows, n, k = ([5, 0, 200], 256, 1024) if emulated else ([2048] * 8, 4096, 7168)
+    torch.manual_seed(0)
+    operands = problem(rows, n, k)
+    gemm = compile_first_gemm(n, k, len(rows))
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    gemm(*operands, num_sms)
+    d, wanted = operands[4].float(), expected(*operands)
+    error = float((d - wanted).norm() / wanted.norm())
+    print(f"{len(rows)} experts, {sum(rows)} rows, N={n}, K={k}: error {error:.1e}")
+    if not error < 4e-3:  # bfloat16 alone rounds by up to 2^-8
+        sys.exit("the result is wrong")
+    if emulated:
+        return
+    times = []
+    for _ in range(20):  # each call's operands are larger than L2
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        gemm(*operands, num_sms)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    ms = statistics.median(times)
+    print(f"{1e3 * ms:.0f} us, {2e-9 * sum(rows) * n * k / ms:.0f} TFLOP/s")
+
+
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # the compiler also writes the PTX to a file
-        print(compile_first_gemm(4096, 7168, 32, f"--keep-ptx --dump-dir={folder}").__ptx__)
+    main()

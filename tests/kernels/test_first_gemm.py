@@ -1,21 +1,22 @@
 """The GEMM of the examples is the package's own."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from cutlass import Int32
+from markers import backends
 from moe_fp8.kernels.configs import GemmConfigSm90
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.tiles import TileScheduler
 
-from scripts.common.program import PACKAGE_DIR
+from scripts.common.program import ROOT
 from scripts.common.sources import normalised_ptx
 
-PATH = Path(__file__).parents[2] / "examples/first_gemm.py"
+PATH = ROOT / "examples/first_gemm.py"
 COMPILE = "--enable-tvm-ffi --gpu-arch={arch} --keep-ptx"
 
 
@@ -41,15 +42,26 @@ def test_the_first_gemm_has_the_machine_code_of_v1(n, k, monkeypatch, tmp_path) 
     assert code(ours) == code(shipped)
 
 
-def test_its_program_prints_the_ptx_and_leaves_no_file(tmp_path) -> None:
-    environment = {"PYTHONPATH": str(PACKAGE_DIR.parent), "HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        [sys.executable, str(PATH)], cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0 and ".entry" in done.stdout, done.stderr
-    assert [*tmp_path.iterdir()] == []
+@backends("emulator", "gpu")
+@pytest.mark.parametrize(
+    ("was", "instead"), [("", ""), ("BFloat16(acc[v])", "BFloat16(2 * acc[v])")]
+)
+def test_the_file_alone_checks_its_result(backend, was, instead, tmp_path) -> None:
+    """It needs nothing beside it, and says so if a kernel computes something else."""
+    text = PATH.read_text("utf-8")
+    assert "moe_fp8" not in text and was in text
+    (tmp_path / "mailed.py").write_text(text.replace(was, instead) if was else text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "emulator")}
+    command = [sys.executable, "mailed.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    (error,) = re.findall(r"^[38] experts, .+: error (\S+)$", done.stdout, re.M)
+    assert (float(error) < 4e-3, done.returncode) == ((False, 1) if was else (True, 0)), done.stderr
+    assert ("the result is wrong" in done.stderr) == bool(was)
+    assert bool(re.search(r"us, \d+ TFLOP/s", done.stdout)) == (backend.name == "gpu" and not was)
+    assert backend.name == "gpu" or "1 launches, 0 hazards" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mailed.py"]
 
 
 def test_the_first_gemm_is_short() -> None:
     lines = [line for line in PATH.read_text("utf-8").splitlines() if line.strip()]
-    assert len(lines) <= 390
+    assert len(lines) <= 460
