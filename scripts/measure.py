@@ -8,6 +8,7 @@
     python3 run.py measure sweep --as engines
     python3 run.py measure sweep --as channels              a weight scale for each channel
     python3 run.py measure sweep --definition dsv3_tp8 glm5     T = 1, 8, 64, 512, 4096
+    python3 run.py measure gemm --ladder                    one field more a step
     python3 run.py measure gemm --grid study                81 configurations, even rows
     python3 run.py measure gemm --layers                    the layer's GEMMs, 19 workloads
     python3 run.py measure batched                          tokens that lie by expert
@@ -261,17 +262,28 @@ def measure_gemm(args: argparse.Namespace) -> Shown:
     CUDA graphs of eight launches rotate over copies of the operands (four times the L2 cache, or
     one for each launch). With --layers our kernel has the configs that flat and v3 launch on these
     workloads. flat is also timed with the neighbouring configs: "best known" is the fastest of the
-    three. Otherwise the config is the heuristic's for known rows, and every expert's rows are
-    padded to the same number.
+    three. With --ladder our kernel has the configs of scripts/measuring/gemm_ladder.py, from a
+    plain one to the shipped ones, a field more a step, and DeepGEMM is the only peer. Without a GPU
+    the emulator checks these configs. Otherwise the config is the heuristic's for known rows, and
+    every expert's rows are padded to the same number.
     """
-    from scripts.measuring import cases, clock, gemm
+    if args.device == "cpu":
+        yield from emulate_ladder(args)
+        return
+    from scripts.measuring import cases, clock, gemm, gemm_ladder
     from scripts.publishing import tables
 
     name = "gemm_layers" if args.layers else f"gemm_{args.grid or 'quick'}"
     problems = gemm.grid_problems(args.grid or "quick")
-    if args.layers:
-        problems = gemm.layer_problems(cases.histograms(args.local, args.tokens))
-    gemm.compile_ahead(functools.partial(gemm.compile_variants, args.layers), problems)
+    if args.ladder:
+        if clock.gpu_arch() != gemm_ladder.TARGET:
+            raise UsageError("--ladder: the configs are Hopper's")
+        name, problems = "gemm_ladder", gemm.ladder_problems()
+        gemm.compile_ahead(gemm.compile_step, [v.name for v in gemm.ladder_and_peer()])
+    else:
+        if args.layers:
+            problems = gemm.layer_problems(cases.histograms(args.local, args.tokens))
+        gemm.compile_ahead(functools.partial(gemm.compile_variants, args.layers), problems)
     rates = clock.measure_rates()
     method = (
         f"graphs of {gemm.LAUNCHES} launches over rotating operands, {args.repeats} replays in "
@@ -280,11 +292,35 @@ def measure_gemm(args: argparse.Namespace) -> Shown:
     into = writer(args, name, method, rates=rates)
     yield into
     for problem in steps(problems):
-        variants = gemm.collect_variants(args.layers, problem)
+        if args.ladder:
+            variants = gemm.ladder_and_peer()
+        else:
+            variants = gemm.collect_variants(args.layers, problem)
         gemm.run_problem(into, problem, variants, rates, args.repeats, args.seed)
+    title = f"{method}. {clock.describe_rates(rates)}"
+    if args.ladder:
+        yield title, tables.gemm_ladder_table(into.result)
+        return
     f = tables.gemm_frame(into.result, name)
-    yield f"{method}. {clock.describe_rates(rates)}", tables.gemm_table(f)
+    yield title, tables.gemm_table(f)
     yield "Ratio to the best peer", tables.ratios_table(f)
+
+
+def emulate_ladder(args: argparse.Namespace) -> Shown:
+    """Compile every step of the GEMM's ladder, and check it in the emulator."""
+    from scripts.measuring import emulate, gemm_ladder
+    from scripts.publishing import tables
+
+    if why := emulate.why_not():
+        raise UsageError(f"no GPU is visible, and nothing can be emulated: {why}")
+    into = writer(args, "gemm_ladder_emulated", f"{gemm_ladder.TARGET}, emulated")
+    yield into
+    emulate.emulate(gemm_ladder.TARGET)
+    # Must come after it: this imports the DSL, which the emulator replaces in part.
+    from scripts.measuring import gemm
+
+    gemm.emulate_ladder(into, args.seed)
+    yield "", tables.emulated_ladder_table(into.result)
 
 
 def measure_batched(args: argparse.Namespace) -> Shown:
@@ -393,6 +429,8 @@ def parse_arguments() -> argparse.Namespace:
     rows = to.add_mutually_exclusive_group()
     rows.add_argument("--grid", choices=("quick", "study"), help="even rows (default: quick)")
     rows.add_argument("--layers", action="store_true", help="the workloads' rows")
+    text = "one field more a step; without a GPU checked in the emulator"
+    rows.add_argument("--ladder", action="store_true", help=text)
     add_tokens(to, "all", "tokens of the workloads of --layers")
     to = begin("batched", measure_batched)
     text = "tokens of an expert (default: 1 2 4 ... 256)"
@@ -427,7 +465,7 @@ def parse_arguments() -> argparse.Namespace:
     import torch
 
     on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
-    if not on_gpu and "cpu" not in args:
+    if not on_gpu and "cpu" not in args and not getattr(args, "ladder", False):
         raise UsageError("no GPU is visible")
     args.device = "cuda:0" if on_gpu else "cpu"
     return args

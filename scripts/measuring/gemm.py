@@ -26,7 +26,8 @@ from moe_fp8.reference import flat_rows
 from scripts.common import sources
 from scripts.common.definitions import BLOCK, DEFAULT, gemm_bytes, gemm_flops
 from scripts.common.program import PREFIX, duration, error_line, say
-from scripts.measuring import clock
+from scripts.common.program import steps as progress
+from scripts.measuring import clock, gemm_ladder
 from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Histogram
 from scripts.measuring.clock import (
@@ -324,6 +325,18 @@ class Checker:
         experts = zip(result.split(rows), self.expected[: len(result)].split(rows), strict=True)
         return max(calc_diff(out, expected) for out, expected in experts if len(out))
 
+    def row(self, variant: Variant) -> dict[str, Any]:
+        """Return the labels of a variant's row, with its calc_diff and, if it is wrong, an
+        error."""
+        row = variant.labels()
+        try:
+            row["calc_diff"] = self.calc_diff(variant)
+        except Exception as error:
+            return row | {"error": error_line(error)}
+        if row["calc_diff"] > MAX_CALC_DIFF:
+            row["error"] = f"wrong: calc_diff {row['calc_diff']:.1e}"
+        return row
+
 
 # --- as the solutions ship it ---------------------------------------------------------------------
 
@@ -536,12 +549,12 @@ PEERS = {
 
 
 @functools.cache
-def peer_variants() -> list[Variant]:
-    """Return the variants of every installed peer. Say which peers are missing."""
+def peer_variants(*names: str) -> list[Variant]:
+    """Return the variants of these peers, by default of all. Say which are not installed."""
     variants = []
-    for name, of_peer in PEERS.items():
+    for name in names or PEERS:
         try:
-            variants += of_peer()
+            variants += PEERS[name]()
         except Exception as error:  # a peer's import compiles and loads its own libraries
             if multiprocessing.parent_process() is None:  # not in compiling processes
                 say(f"{name}: not measured, {type(error).__name__}: {error}")
@@ -557,13 +570,49 @@ def collect_variants(layers: bool, problem: Problem) -> list[Variant]:
     return own + peer_variants()
 
 
+# --- step by step ---------------------------------------------------------------------------------
+
+
+def ladder_problems() -> list[Problem]:
+    return [Problem((m,) * gemm_ladder.EXPERTS, *LAYER_SHAPES["gemm1"]) for m in gemm_ladder.ROWS]
+
+
+def ladder_variants() -> list[Variant]:
+    """Return our kernel with the config of every step. v3 ships the last ones."""
+    return [ours(name, config, solution="v3") for name, config in gemm_ladder.configs().items()]
+
+
+def ladder_and_peer() -> list[Variant]:
+    return ladder_variants() + peer_variants("deepgemm")
+
+
+def emulate_ladder(writer: Writer, seed: int) -> None:
+    """Write a row for each step, run in the emulator on a small problem: experts with and without
+    rows, a partial tile, more K blocks than stages."""
+    problem = Problem((5, 0, 130, 1, 200), 512, 8 * BLOCK)
+    source = weights(problem.experts, problem.n, problem.k, "cpu", seed)
+    checker = Checker(Operands(problem, source))
+    for variant in progress(ladder_variants(), lambda variant: variant.name):
+        writer.add(problem.case(), variant.name, **checker.row(variant))
+
+
 # --- compiling ------------------------------------------------------------------------------------
 
 
 def compile_variants(layers: bool, problem: Problem) -> None:
+    call_once(collect_variants(layers, problem), problem)
+
+
+def compile_step(name: str) -> None:
+    """Compile a variant of the ladder: ours for all its problems, the peer for each."""
+    for problem in ladder_problems():
+        call_once([variant for variant in ladder_and_peer() if variant.name == name], problem)
+
+
+def call_once(variants: Sequence[Variant], problem: Problem) -> None:
     """Call every variant once, which leaves its compiled code in its cache on disk."""
     operands = Operands(problem, weights(problem.experts, problem.n, problem.k, "cuda", 0))
-    for variant in collect_variants(layers, problem):
+    for variant in variants:
         try:
             variant.prepare(operands)()
             torch.cuda.synchronize()
@@ -609,15 +658,13 @@ def run_problem(
     source = weights(problem.experts, problem.n, problem.k, "cuda", seed)
     operands = [Operands(problem, source, i) for i in range(sets)]
     checker = Checker(operands[0])
-    row_of: dict[str, dict[str, Any]] = {variant.name: variant.labels() for variant in variants}
+    row_of: dict[str, dict[str, Any]] = {}
     calls: dict[str, Timed] = {}
     for variant in variants:
-        row = row_of[variant.name]
+        row = row_of[variant.name] = checker.row(variant)
+        if "error" in row:
+            continue
         try:
-            row["calc_diff"] = checker.calc_diff(variant)
-            if row["calc_diff"] > MAX_CALC_DIFF:
-                row["error"] = f"wrong: calc_diff {row['calc_diff']:.1e}"
-                continue
             calls[variant.name] = rotated([variant.prepare(x) for x in operands])
         except Exception as error:
             row["error"] = error_line(error)

@@ -27,6 +27,7 @@ import pandas as pd
 
 from scripts.common import program, sources
 from scripts.common.program import (
+    PACKAGE_DIR,
     PREFIX,
     RESULTS_DIR,
     ROOT,
@@ -46,7 +47,7 @@ from scripts.publishing.rows import BITS, FILE, TIMES, Clock
 from scripts.publishing.tables import KERNELS, NOISY, SERVED, TRAINED, Table, short_table
 
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "results.md")
+PAGES = (README, ROOT / "docs" / "results.md", PACKAGE_DIR / "ladder" / "gemm.md")
 MARK = re.compile(
     r"<!-- record: (?P<record>\S+) -->"
     r"|(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- /generated -->)",
@@ -370,6 +371,13 @@ def gemm_study(recorded: Recorded) -> list[Part]:
     return [*[text] * bool(len(ratios)), *gemm_figures(recorded, "gemm_study")]
 
 
+def gemm_steps(recorded: Recorded) -> list[Part]:
+    """Return the steps of the GEMM's ladder."""
+    rows = recorded.rows
+    method = rows.measurements["gemm_ladder"]["method"]
+    return [measured(recorded, "gemm_ladder", f"{method}."), tables.gemm_ladder_table(rows)]
+
+
 def gemm_figures(recorded: Recorded, name: str) -> list[Part]:
     """Return all figures of a measurement of GEMMs, folded."""
     f, head = tables.gemm_frame(recorded.rows, name), recorded.rows.measurements[name]
@@ -517,6 +525,7 @@ BLOCKS: Mapping[str, Block] = {
     "batched": Block(batched, "batched", "Tokens that lie by expert"),
     "gemm_layers": Block(gemm_layers, "gemm_layers", "The grouped GEMM on the workloads' rows"),
     "gemm_study": Block(gemm_study, "gemm_study", "The grouped GEMM with even rows"),
+    "gemm_ladder": Block(gemm_steps, "gemm_ladder", "The grouped GEMM step by step"),
     "models": Block(models, "models", "Other models"),
     **{
         name: Block(partial(served, engine=engine), name, f"Served in {ENGINES[engine]}", True)

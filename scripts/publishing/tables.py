@@ -23,6 +23,7 @@ from scripts.common.definitions import (
     stepwise_ms,
 )
 from scripts.common.program import markdown, number, percent, printable, short_name
+from scripts.measuring import gemm_ladder
 from scripts.publishing.rankings import Checks, Ranking, in_order
 from scripts.publishing.rows import CLOCKS, ROOFLINE, TOLERANCES, Clock, Rows, Run
 
@@ -635,6 +636,36 @@ def gemm_table(f: pd.DataFrame) -> Table:
     frame["TFLOP/s"] = numbers(ours.tflops, ".0f")
     frame["TB/s"] = numbers(ours.gbytes / 1e3, ".2f")
     return Table(frame if f.tokens.any() else frame.drop(columns="T"), left=0)
+
+
+def gemm_ladder_table(rows: Rows) -> Table:
+    """Return the steps of the GEMM's ladder down, and the peer: in each problem the rate of what
+    bounds it, and where a step should help how much faster it is than the step that it changes."""
+    f, rates = gemm_frame(rows, "gemm_ladder"), rows.measurements["gemm_ladder"]["rates"]
+    first = f.drop_duplicates("subject").set_index("subject")
+    columns: dict[str, Any] = {
+        "step": first.index,
+        "config": first.config.astype(object).fillna("peer"),
+    }
+    for each, of_problem in f.groupby("rows", sort=False):
+        g = of_problem.set_index("subject").reindex(first.index)
+        computes = compute_bound(of_problem, rates).all()
+        rate, unit = (g.tflops, "TFLOP/s") if computes else (g.gbytes / 1e3, "TB/s")
+        cells = numbers(rate, ".0f" if computes else ".2f")
+        cells += g.us.eq(g.us.min()).map({True: "*", False: ""})
+        for step in gemm_ladder.LADDER:
+            if step.rows == each and {step.name, step.after} <= {*of_problem.subject}:
+                cells[step.name] += f" ({g.us[step.after] / g.us[step.name]:.2f}x)"
+        columns[f"{gemm_ladder.EXPERTS} x {each:g} rows, {unit}"] = cells
+    title = "In brackets how much faster than the step that it changes, * the fastest"
+    return Table(pd.DataFrame(columns), left=2, title=title)
+
+
+def emulated_ladder_table(rows: Rows) -> Table:
+    """Return the steps of the GEMM's ladder with the difference to the reference model."""
+    f = rows.frame("gemm_ladder_emulated")
+    difference = numbers(pd.to_numeric(f.calc_diff, errors="coerce"), ".1e")
+    return Table(pd.DataFrame({"step": f.subject, "config": f.config, "calc_diff": difference}), 2)
 
 
 def ratios_table(f: pd.DataFrame) -> Table:

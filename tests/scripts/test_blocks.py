@@ -76,6 +76,19 @@ def test_the_ladder_says_what_the_record_does(step: str, recorded: Recorded) -> 
     assert re.search(rf"\| {call_ms}( \(\S+x\))? \| {gpu_ms}( \(\S+x\))? \|$", line)
 
 
+def test_the_ladder_says_where_v3_is_slower_than_v2(recorded: Recorded) -> None:
+    """Its GEMMs alone, the sum of its kernels' times, and flat as a graph, in us."""
+    text = " ".join((LADDER / "README.md").read_text("utf-8").split())
+    (of_v3,) = re.findall(r"^\| v3 .*", pages.block("ladder", recorded, ROOT)[0], re.M)
+    ratios = re.findall(r"\((0\.\d+x)\)", of_v3)
+    assert "at T=80 and 901, {} and {} (".format(*ratios) in text
+    f = tables.gemm_frame(recorded.rows, "gemm_layers").query("subject == 'v3' and tokens == 80")
+    ms = recorded.main.results.query("tokens == 80").set_index("solution").device
+    figures = 1e3 * ms[f"{PREFIX}v3"], f.us.sum(), 1e3 * ms[FLAT]
+    for words, us in zip(("sum is {} us", "take {}.", "takes {} us"), figures, strict=True):
+        assert words.format(round(us)) in text
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_changed_figure_of_a_row_is_noticed(
     name: str, recorded: Recorded, tmp_path: Path

@@ -20,7 +20,7 @@ from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.ladder import v3_clustered, v4_flat
 
 from scripts.common.program import EXIT_FAILED, EXIT_OK, ROOT
-from scripts.measuring import clock, gemm
+from scripts.measuring import clock, gemm, gemm_ladder
 from scripts.measuring.cases import Histogram, histograms
 from scripts.measuring.clock import Timed
 from scripts.measuring.gemm import (
@@ -39,6 +39,7 @@ from scripts.measuring.gemm import (
     run_problem,
     weights,
 )
+from scripts.measuring.gemm_ladder import LADDER
 from scripts.publishing import rows, tables
 
 CPU = torch.device("cpu")
@@ -243,6 +244,39 @@ def test_the_table_has_the_rates_of_ours() -> None:
     assert table["a peer"][1] == "10.0*"
 
 
+def test_the_ladders_table_has_rates_and_the_gain_where_a_step_should_help() -> None:
+    into = rows.Writer("gemm_ladder", "a GPU", "m", rates=FLOORS)
+    for problem in gemm.ladder_problems():
+        for number, variant in enumerate(gemm.ladder_variants()):
+            time = {"value": 1e3 - 100 * number, "unit": "us", "roofline": 2.0}
+            into.add(problem.case(), variant.name, **variant.labels(), **time)
+        into.add(problem.case(), "a peer", value=500.0, unit="us", roofline=2.0, peer=True)
+    many, some, few = gemm.ladder_problems()
+    table = tables.gemm_ladder_table(into.result).frame.set_index("step")
+    assert [*table.index] == [step.name for step in LADDER] + ["a peer"]
+    assert [*table] == [
+        "config", "8 x 2048 rows, TFLOP/s", "8 x 512 rows, TFLOP/s", "8 x 8 rows, TB/s"
+    ]  # fmt: skip
+    computes, again, reads = (table[name] for name in [*table][1:])
+    assert computes["four stages"] == f"{many.flops / 1e9:.0f}"
+    assert computes["all of shared memory"] == f"{many.flops / 9e8:.0f} (1.11x)"
+    assert again["overlap"] == f"{some.flops / 4e8:.0f} (2.25x)", "over the step that it changes"
+    assert again["unrolled"] == f"{some.flops / 5e8:.0f}"
+    assert reads["swapped"] == f"{few.bytes / 2e8:.2f}* (4.50x)"
+    assert reads["a peer"] == f"{few.bytes / 5e8:.2f}" and table.config["a peer"] == "peer"
+
+
+def test_a_step_that_failed_has_no_rate() -> None:
+    into = rows.Writer("gemm_ladder", "a GPU", "m", rates=FLOORS)
+    for problem in gemm.ladder_problems():
+        case, time = problem.case(), {"value": 9.0, "unit": "us", "roofline": 2.0, "peer": False}
+        into.add(case, "four stages", **time)
+        into.add(case, "all of shared memory", error="wrong", peer=False)
+        into.add(case, "shared tokens", **time)
+    table = tables.gemm_ladder_table(into.result).frame
+    assert [*table.step] == ["four stages", "shared tokens"] and "x)" not in table.to_string()
+
+
 def timed(calls, repeats):
     """Replace the timing: a launch of ours takes 10 us, the n-th other n more."""
     for call in calls.values():
@@ -319,6 +353,14 @@ def test_launches_rotate_over_more_operands_than_the_cache_holds(
     timed_calls = [Timed(lambda out, n=n: order.append(n), [torch.zeros(1)]) for n in range(3)]
     real(timed_calls)()
     assert order == [n % 3 for n in range(40)]
+
+
+def test_a_step_is_compiled_by_a_call_of_its_config(no_gpu, kernel, monkeypatch) -> None:
+    monkeypatch.setattr(gemm, "peer_variants", lambda *_: [])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gemm, "ladder_problems", lambda: [Problem((3, 8), 256, 384)] * 2)
+    gemm.compile_step("overlap")
+    assert [config for _, config in kernel] == [gemm_ladder.configs()["overlap"]] * 2
 
 
 def test_compiling_ahead_reports_and_survives_failures(capfd, monkeypatch) -> None:
@@ -449,6 +491,8 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
         ("--layers --tokens 1", "v3", EXIT_FAILED, "T=1"),
         ("", "ours default", EXIT_FAILED, "128 rows, 4096x7168"),
         ("--grid quick", "a peer", EXIT_OK, "128 rows, 4096x7168"),  # no failure of ours
+        ("--ladder", "", EXIT_OK, ""),
+        ("--ladder", "swapped", EXIT_FAILED, "2048 rows, 4096x7168"),
     ],
 )
 def test_the_program(arguments, wrong, status, where, measure, monkeypatch) -> None:
@@ -462,14 +506,15 @@ def test_the_program(arguments, wrong, status, where, measure, monkeypatch) -> N
 
     monkeypatch.setattr(gemm, "run_problem", run_problem)
     monkeypatch.setattr(gemm, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(gemm, "peer_variants", lambda: [Variant("a peer", print, peer=True)])
+    monkeypatch.setattr(gemm, "peer_variants", lambda *_: [Variant("a peer", print, peer=True)])
     done, recorded = measure("gemm", *arguments.split())
     assert done.returncode == status
     assert f"error: {wrong} at {where}: wrong" in done.stderr or not wrong
-    layers = "--layers" in arguments
+    layers, ladder = "--layers" in arguments, "--ladder" in arguments
     (name,) = recorded.measurements
     own = {"flat", "v3", "flat, next larger"} if layers else {"ours default"}
-    assert name == ("gemm_layers" if layers else "gemm_quick")
+    own = {step.name for step in LADDER} if ladder else own
+    assert name == ("gemm_layers" if layers else "gemm_ladder" if ladder else "gemm_quick")
     assert {row["subject"] for row in recorded.rows_of(name)} == {*own, "a peer"}
     solutions = ["cutedsl_moe_fp8_flat"] * layers + ["cutedsl_moe_fp8_v3"]
     assert [n for n in recorded.hashes(name)] == solutions
