@@ -179,6 +179,12 @@ def every_generation(root: Path = PACKAGE_DIR) -> list[Generation]:
     ]
 
 
+@functools.cache
+def shipped() -> frozenset[str]:
+    """Return the names of all solutions of the present sources."""
+    return frozenset(generation.name for generation in every_generation())
+
+
 def generations(root: Path = PACKAGE_DIR, definition: MoeDefinition = DEFAULT) -> list[Generation]:
     """Return the generations of one definition."""
     return [g for g in every_generation(root) if g.definition == definition]

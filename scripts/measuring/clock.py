@@ -214,7 +214,7 @@ def captured(call: Timed) -> Run:
     may differ where they differ from call to call.
 
     The graph reuses a peer's buffers, which are filled once. A graph with buffers of its own would
-    fill them in every replay: 3 GB for deepgemm_mega_moe.
+    fill them in every replay.
     """
     expected = call.result().clone()
     os.environ[REUSE] = "1"

@@ -332,21 +332,6 @@ CHANNEL_ENGINES = {
 }
 
 
-# --- peers with prepared weights ------------------------------------------------------------------
-
-
-def prepared_mega_moe(inputs: MoeInputs) -> Callable[[MoeInputs, torch.Tensor], None]:
-    from moe_fp8.baselines import deepgemm_mega_moe as peer
-
-    weights = peer.own_weights(peer.SHAPE, inputs.hidden_states.device)
-    peer.interleave_weights(inputs, weights)
-    return lambda call_inputs, out: peer.call_prepared(call_inputs, out, weights)
-
-
-PREPARED = {"deepgemm_mega_moe": prepared_mega_moe}
-"""Makers of calls with prepared weights, by the solution's name."""
-
-
 # --- calls as engines make them -------------------------------------------------------------------
 
 
@@ -361,7 +346,6 @@ class Engines:
         build = BuilderRegistry.get_instance().build
         self.chosen, self.shape = chosen, MoeShape(**layer.shape)
         self.peers = {name: build(chosen.definition, s) for name, s in peers.items()}
-        self.prepared: dict[str, Callable[[MoeInputs, torch.Tensor], None]] = {}
         self.experts: dict[int, dict[str, Experts]] = {}
         self.gate_first: Weights = ()
         self.up_first: Weights = ()
@@ -394,8 +378,6 @@ class Engines:
         if not self.gate_first:
             self.gate_first = (*map(with_halves_swapped, weights[:2]), *weights[2:])
             self.up_first = tuple(weights)
-            peers = [name for name in self.peers if name in PREPARED]
-            self.prepared = {name: PREPARED[name](inputs) for name in peers}
         subjects: Subjects = {}
 
         # `run` takes logits, tokens, scales and the output.
@@ -424,11 +406,6 @@ class Engines:
             rest = [*weights, drawn.local_expert_offset, drawn.routed_scaling_factor]
             run(logits, bias, *quantise(x), *rest, out)
 
-        def with_prepared(run: Any, logits: Any, x: Any, _: Any, out: Any) -> None:
-            q, scale = quantise(x)
-            tokens = {"hidden_states": q, "hidden_states_scale": scale}
-            run(inputs._replace(routing_logits=logits, **tokens), out)
-
         def engine(run: Experts, logits: Any, x: Any, *_: Any) -> torch.Tensor:
             return run(*routed(logits), x)
 
@@ -442,8 +419,6 @@ class Engines:
         add("experts fp8 token-major", own, partial(ours, True), q, token_major)
         for name, run in self.peers.items():
             add(f"{name} + quantiser", fields[name], partial(solution, run))
-        for name, call in self.prepared.items():
-            add(f"{name} prepared + quantiser", fields[name], partial(with_prepared, call))
         for name, function in self.experts_of(offset, ENGINES).items():
             add(name, {"peer": True}, partial(engine, function), kind=Returning)
         return inputs, subjects

@@ -26,9 +26,16 @@ from filelock import FileLock
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter
 from typing_extensions import NotRequired, Required, TypedDict
 
-from scripts.common import environment, program
+from scripts.common import environment, program, sources
 from scripts.common.definitions import find_layer, pair_flops, roofline_ms, size_of, weight_bytes
-from scripts.common.program import ACCURACY_TOLERANCES, DEFINITION, OURS, UsageError, say
+from scripts.common.program import (
+    ACCURACY_TOLERANCES,
+    DEFINITION,
+    OURS,
+    RESULTS_DIR,
+    UsageError,
+    say,
+)
 
 if TYPE_CHECKING:
     from flashinfer_bench.data import Evaluation, Trace
@@ -356,6 +363,9 @@ def read_run(path: Path) -> Run:
     if not path.is_file():
         raise UsageError(f"{path.parent} has no {TRACES}")
     info, rows = run_info(path), read(path.parent)
+    gone = removed(path, info)
+    kept = [row for row in rows.rows if row.get("solution", row["subject"]) not in gone]
+    rows = Rows(rows.heads, kept)
     results = _results(path, info, rows, info.get("definition", DEFINITION))
     return Run(path.parent, info, rows, pd.DataFrame(list(results), columns=COLUMNS))
 
@@ -374,17 +384,26 @@ def read_results(paths: Iterable[Path], definition: str = DEFINITION) -> pd.Data
 def _results(
     path: Path, info: environment.RunInfo, rows: Rows, definition: str
 ) -> Iterator[dict[str, Any]]:
-    figures = _joined(rows, definition)
+    figures, gone = _joined(rows, definition), removed(path, info)
+    skipped = {name: why for name, why in info.get("skipped", {}).items() if name not in gone}
     for number, line in json_lines(path):
         try:
             trace = json.loads(line.decode("utf-8-sig"))
             if trace.get("definition") != definition:
                 continue
-            result = result_of(trace, str(path), info, figures)
+            result = result_of(trace, str(path), info | {"skipped": skipped}, figures)
         except (ValueError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}:{number} is no trace: {error}") from None
-        if result is not None:
+        if result is not None and result["solution"] not in gone:
             yield result
+
+
+def removed(traces: Path, info: environment.RunInfo) -> set[str]:
+    """Return the solutions of a record that no longer ship. Its figures leave them out. Another run
+    may have foreign solutions, so it shows all that it ran."""
+    if not traces.resolve().is_relative_to(RESULTS_DIR):
+        return set()
+    return info.get("peers", {}).keys() - sources.shipped()
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from bruteforce import TINY
 from moe_fp8.baselines import (
-    deepgemm_mega_moe,
     flashinfer_cutlass_moe,
     flashinfer_moe,
     flashinfer_prims_ts_moe,
@@ -32,7 +31,6 @@ from scripts.common import sources
 LIBRARIES = {
     "sglang_moe": ("sgl_kernel", "sglang-kernel>=0.4.3"),
     "deepgemm_moe": ("deep_gemm", "sgl-deep-gemm>=0.1.5"),
-    "deepgemm_mega_moe": ("deep_gemm", "sgl-deep-gemm>=0.1.5"),
     "flashinfer_moe": ("flashinfer", "flashinfer-python"),
     "flashinfer_cutlass_moe": ("flashinfer", "flashinfer-python==0.7.2.post1"),
     "flashinfer_prims_ts_moe": ("flashinfer", "flashinfer-python>=0.7.2"),
@@ -213,7 +211,6 @@ SIGNATURES = {  # where in a package, function: parameters by position, paramete
     ("sgl_kernel", "silu_and_mul"): (2, []),
     ("sgl_kernel", "sgl_per_token_group_quant_8bit"): (7, []),
     ("sgl_kernel", "apply_shuffle_mul_sum"): (4, []),
-    ("deep_gemm", "fp8_mega_moe"): (4, []),
     ("deep_gemm", "m_grouped_fp8_fp4_gemm_nt_masked"): (3, ["masked_m", "expected_m", "recipe"]),
     ("deep_gemm", "m_grouped_fp8_fp4_gemm_nt_contiguous"): (3, ["grouped_layout", "recipe"]),
     ("hpc", "group_gemm_blockwise_fp8"): (
@@ -295,25 +292,6 @@ def test_shuffled_rows():
     assert out[1, :, 2].tolist() == [32 + b + r for b in (0, 16) for r in block]
 
 
-def test_interleaved_rows():
-    """Gate rows come first in every 16; a scale of zero, by which the kernel divides, is none."""
-    inputs = bruteforce.random_inputs(TINY, 1, 4, 12)
-    inputs.gemm1_weights_scale[0, 0, 0] = inputs.gemm2_weights_scale[1, 1, 0] = 0
-    weights = deepgemm_mega_moe.own_weights(TINY, torch.device("cpu"))
-    deepgemm_mega_moe.interleave_weights(inputs, weights)
-    up, gate = inputs.gemm1_weights.float().chunk(2, dim=1)
-    wanted = torch.stack([gate.unflatten(1, (-1, 8)), up.unflatten(1, (-1, 8))], 2).flatten(1, 3)
-    assert torch.equal(weights.w13.float(), wanted)
-    up, gate = inputs.gemm1_weights_scale.chunk(2, dim=1)
-    for got, scales in (
-        (weights.w13_scale, torch.cat([gate, up], 1)),
-        (weights.w2_scale, inputs.gemm2_weights_scale),
-    ):
-        zero = scales == 0
-        assert zero.any() and torch.equal(got[~zero], scales[~zero])
-        assert (got[zero] == deepgemm_mega_moe.NOT_ZERO).all()
-
-
 def test_tile_tokens_of_older_releases():
     tiles = [flashinfer_moe.tile_tokens(t, DEEPSEEK_V3) for t in (1, 256, 257, 288, 1024, 14107)]
     assert tiles == [8, 8, 8, 16, 32, 64]
@@ -330,11 +308,6 @@ def test_ids_and_rank_of_the_window(offset):
     wanted = (ids.long() >= offset) & (ids.long() < offset + 32)
     assert torch.equal(is_local, wanted)
     assert torch.equal(local[wanted].long(), ids[wanted].long() - offset)
-
-
-def test_capacities_are_few():
-    rooms = [deepgemm_mega_moe.capacity(t) for t in (1, 80, 128, 129, 901, 11948, 14107, 16385)]
-    assert rooms == [128, 128, 128, 256, 1024, 16384, 16384, 32768]
 
 
 @pytest.mark.parametrize(

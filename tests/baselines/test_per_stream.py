@@ -10,7 +10,6 @@ import torch
 from moe_fp8 import baselines
 from moe_fp8.baselines import (
     deepgemm_device,
-    deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
     flashinfer_prims_ts_moe,
@@ -115,7 +114,6 @@ def test_everything_that_a_baseline_writes_to_is_held_so():
         (triton_moe, ["buffers"]),
         (triton_fused_moe_v2, ["buffers"]),
         (deepgemm_moe, ["tables", "masked_buffers"]),
-        (deepgemm_mega_moe, ["symmetric_tokens", "own_weights", "routed_tokens"]),
         (flashinfer_cutlass_moe, ["buffers"]),
         (flashinfer_prims_ts_moe, ["shuffled_weights"]),
         (hpc_ops_moe, ["buffers"]),

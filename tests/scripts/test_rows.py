@@ -338,6 +338,29 @@ def test_directories_and_data_sets_are_read_but_for_what_is_no_result(tmp_path: 
         assert list(read_results([place]).solution) == ["x"]
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_record_leaves_out_solutions_that_no_longer_ship(
+    recorded: bool, tmp_path: Path, monkeypatch
+) -> None:
+    """Their traces, rows and reasons stay in its files. Another run shows all that it ran."""
+    place = tmp_path / "results" if recorded else tmp_path
+    monkeypatch.setattr(rows, "RESULTS_DIR", tmp_path / "results")
+    monkeypatch.setattr(rows.sources, "shipped", lambda: {"x"})
+    names = ["x", "gone", "a foreign one"]
+    kept = ["x", "a foreign one"] if recorded else names
+    sweep = [{"subject": name, "value": 1.0} for name in names]
+    sweep += [{"subject": "gone + quantiser", "solution": "gone", "value": 1.0}]
+    info = {"peers": dict.fromkeys(("x", "gone", "never ran"), True)}
+    info["skipped"] = {"never ran": "no GPU", "another": "no GPU"}
+    run = record(place / "gpu/day", [changed(solution=n) for n in names],
+                 measurement("sweep", sweep), **info)  # fmt: skip
+    for results in (read_results([run]), rows.read_run(run).results):
+        assert list(results.solution) == kept
+        assert set(results.skipped.iloc[0]) == {"another", *["never ran"] * (not recorded)}
+    subjects = list(rows.read_run(run).rows.frame("sweep").subject)
+    assert subjects == [*kept, *["gone + quantiser"] * (not recorded)]
+
+
 def test_several_programs_may_add_at_once(tmp_path: Path) -> None:
     path, begin = tmp_path / "traces.jsonl", threading.Barrier(9)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from moe_fp8.baselines import (
-    deepgemm_mega_moe,
     deepgemm_moe,
     flashinfer_cutlass_moe,
     hpc_ops_moe,
@@ -45,7 +44,6 @@ MODULES = {**UNFUSED, "fused": v5, "hifi": v6}
 LIBRARIES = {
     sglang_moe: "sgl_kernel",
     deepgemm_moe: "deep_gemm",
-    deepgemm_mega_moe: "deep_gemm",
     flashinfer_cutlass_moe: "flashinfer",
     hpc_ops_moe: "hpc",
     humming_moe: "humming",
