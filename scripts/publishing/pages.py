@@ -4,7 +4,7 @@ and docs/results.md.
 `<!-- record: DIRECTORY -->` in a page names the record of the blocks that follow. A block is the
 text between `<!-- generated: NAME -->` and `<!-- /generated -->`; `BLOCKS` makes it. Pictures of
 blocks go to docs/pictures and carry a hash of the record's data, which a check compares. Folded
-tables of a block are in the HTML page alone, unless the block is `whole`.
+tables of a block are in the HTML page alone.
 
 The HTML page needs no network, follows the reader's light or dark setting and is readable on a
 phone. It needs jinja2 and matplotlib: the extra `report`.
@@ -42,8 +42,8 @@ from scripts.common.program import (
 )
 from scripts.common.sources import changed_since, remark
 from scripts.publishing import plots, rankings, tables
-from scripts.publishing.rankings import Ranking, Recorded, clocks_text, headline, notes, read, title
-from scripts.publishing.rows import BITS, FILE, TIMES, Clock
+from scripts.publishing.rankings import Ranking, Recorded, device_text, headline, notes, read, title
+from scripts.publishing.rows import FILE, TIMES, Clock
 from scripts.publishing.tables import KERNELS, NOISY, SERVED, TRAINED, Table, short_table
 
 README = ROOT / "README.md"
@@ -199,7 +199,23 @@ def ranking_parts(ranking: Ranking) -> list[Part]:
     pictures = [*first_pictures(ranking), *latency_pictures(ranking)]
     first = replace(first, note=notes(ranking))
     text = " ".join([*remarks, remark(ranking.hashes)])
-    return [*pictures, short_table(ranking), text, first, *others]
+    short = replace(short_table(ranking), note=short_note(ranking))
+    return [*pictures, short, text, first, *others]
+
+
+def short_note(ranking: Ranking) -> str:
+    """Explain the columns of the short table that has both clocks."""
+    if len(ranking.clocks) == 1:
+        return ""
+    text = f"harness ms: host included. device ms: {device_text(ranking)}"
+    if ranking.compares_peers:
+        text += " vs best peer: the fastest peer's device time over the solution's."
+    if not ranking.limits.empty:
+        text += (
+            " TB/s: weight bytes, memory-bound workloads. TFLOP/s: the others. of the limit: mean "
+            "of roofline over device time."
+        )
+    return text
 
 
 def recorded_parts(recorded: Recorded) -> list[Part]:
@@ -224,27 +240,11 @@ def first_ranking(recorded: Recorded) -> list[Part]:
     return [text + remark(main.hashes), link_part, tables.first_table(main)]
 
 
-def short_ranking(recorded: Recorded) -> list[Part]:
-    main = recorded.main
-    text = f"{main.hardware}, {recorded.day}, {len(main.workloads)} workloads "
-    text += f"({relative(recorded)}/). {clocks_text(main)}"
-    if main.by == "harness":
-        text += " Ordered by the mean speed-up over the reference."
-    if main.compares_peers:
-        text += f" vs best peer: the fastest peer's {main.clocks[-1]} time over the solution's."
-    if not main.limits.empty:
-        text += (
-            " TB/s: weight bytes, memory-bound workloads. TFLOP/s: the others. of the limit: mean "
-            "of roofline over device time."
-        )
-    return [f"{text} {remark(main.hashes)}", short_table(main)]
-
-
 def ranking(recorded: Recorded) -> list[Part]:
+    """Return all ranks of a recorded run by the clock nearest to the kernels."""
     main = recorded.main
-    text = f"{recorded.day}, {title(main)} ({relative(recorded)}/)."
-    text = " ".join([text, *headline(main), notes(main)])
-    return [text, remark(main.hashes), replace(tables.summary_table(main), title="")]
+    text = f"{main.hardware}, {recorded.day} ({relative(recorded)}/). {rankings.verdict([main])}"
+    return [f"{text} {remark(main.hashes)}", tables.first_table(main, every=True)]
 
 
 def ladder(recorded: Recorded) -> list[Part]:
@@ -264,13 +264,6 @@ def ladder(recorded: Recorded) -> list[Part]:
     return [Table(cells, title=what)]
 
 
-def latency(recorded: Recorded) -> list[Part]:
-    table = tables.latency_table(recorded.main, ".3f")
-    what = "; roofline: a measured read of the active experts' weights or FLOPs over measured rate"
-    what = table.title + what * (not recorded.main.limits.empty)
-    return [replace(table, frame=table.frame.drop(columns="workload"), title=what)]
-
-
 def accuracy(recorded: Recorded) -> list[Part]:
     """Return a line for each group of solutions with equal figures, such as bitwise equal ones."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -282,21 +275,6 @@ def accuracy(recorded: Recorded) -> list[Part]:
         for (matched, cosine), names in groups.items()
     ]
     return [f"Accuracy in the worst workload ({recorded.main.tolerance}):", "\n".join(lines)]
-
-
-def invariance(recorded: Recorded) -> list[Part]:
-    """Return the solutions that repeat their bits, check by check."""
-    main = recorded.main
-    f = pd.DataFrame(check for checks in main.summary.checks for check in checks.values())
-    if f.empty:
-        return []
-    lengths = ", ".join(f"{tokens:g}" for tokens in sorted(f.tokens.unique()))
-    text = (
-        f"{main.hardware}, {recorded.day} ({relative(recorded)}/), T={lengths}. Where not, the "
-        "tokens that differ of those compared; the largest relative difference of any token is "
-        f"{f.largest.astype(float).max():.1e}. {remark(main.hashes)}"
-    )
-    return [text, replace(tables.checks_table(main), title="", note="")]
 
 
 # --- parts: rows ----------------------------------------------------------------------------------
@@ -407,9 +385,9 @@ SWEEPS = {
 }
 
 
-def sweep(recorded: Recorded, name: str, every: int) -> list[Part]:
-    """Return a sweep, with the cost of the forms of `experts` if it has them: a table of each n-th
-    number of tokens, then one of all that is known."""
+def sweep(recorded: Recorded, name: str) -> list[Part]:
+    """Return a sweep, with the cost of the forms of `experts` if it has them: a short table, then
+    one of all that is known."""
     rows, text = recorded.rows, SWEEPS[name]
     called, times = tables.called(rows, name), tables.sweep_table(rows, name)
     ms, peers = tables.wide(called, tables.SWEEP), tables.peers_of(called)
@@ -424,9 +402,8 @@ def sweep(recorded: Recorded, name: str, every: int) -> list[Part]:
     pictures = lines_pictures(
         f"{name}.svg", what, panels, peers.reindex(order), ROOFLINE_NOTE, log=True
     )
-    left_out = ["pairs", "active", "roofline / best", *costs]
-    brief = replace(times, frame=times.frame.drop(columns=left_out)[::every])
-    full = replace(times, title="Every number of tokens and every column", folded=True)
+    brief = tables.brief_sweep(rows, name)
+    full = replace(times, title=f"{times.title}: every call", folded=True)
     failed = tables.failed_table(called).frame.itertuples()
     why = ", ".join(f"{r.call} at T={r.T} ({r.error})" for r in failed)
     return [text, *pictures, brief, full, *[f"Failed: {why}."] * bool(why)]
@@ -440,9 +417,10 @@ def batched(recorded: Recorded) -> list[Part]:
 
 
 def models(recorded: Recorded) -> list[Part]:
-    """Return several layers of one sweep."""
-    table = tables.models_summary(recorded.rows, "models")
-    return [measured(recorded, "models", f"{table.title}."), replace(table, title="")]
+    """Return several layers of one sweep: our times, then the shares of the limits, too."""
+    brief, full = tables.models_tables(recorded.rows, "models")
+    text = measured(recorded, "models", f"{brief.title}.")
+    return [text, replace(brief, title=""), replace(full, folded=True)]
 
 
 def served(recorded: Recorded, engine: str) -> list[Part]:
@@ -497,38 +475,33 @@ class Block:
         make: the function that makes it.
         needs: the measurement without which there is none; empty: the benchmark run alone.
         title: of its section in the HTML page; empty: it has none.
-        whole: true if README.md and docs/results.md show its folded tables, too.
     """
 
     make: Callable[[Recorded], Sequence[Part]]
     needs: str = ""
     title: str = ""
-    whole: bool = False
 
 
 BLOCKS: Mapping[str, Block] = {
     "first_picture": Block(lambda r: first_pictures(r.main)),
     "first_ranking": Block(first_ranking),
-    "mean_gains": Block(mean_gains, SERVED["vllm"]),
-    "short_ranking": Block(short_ranking),
     "ranking": Block(ranking),
     "latency_plot": Block(lambda r: latency_pictures(r.main)),
-    "latency": Block(latency),
     "accuracy": Block(accuracy),
-    "invariance": Block(invariance, BITS),
     "ladder": Block(ladder, TIMES, "Generation by generation"),
     "timeline": Block(timeline, KERNELS, "One call"),
-    "sweep": Block(partial(sweep, name="sweep", every=1), "sweep", "Over the number of tokens"),
+    "sweep": Block(partial(sweep, name="sweep"), "sweep", "Over the number of tokens"),
     "sweep_engines": Block(
-        partial(sweep, name="sweep_engines", every=2), "sweep_engines", "As engines call it"
+        partial(sweep, name="sweep_engines"), "sweep_engines", "As engines call it"
     ),
     "batched": Block(batched, "batched", "Tokens that lie by expert"),
     "gemm_layers": Block(gemm_layers, "gemm_layers", "The grouped GEMM on the workloads' rows"),
     "gemm_study": Block(gemm_study, "gemm_study", "The grouped GEMM with even rows"),
     "gemm_ladder": Block(gemm_steps, "gemm_ladder", "The grouped GEMM step by step"),
     "models": Block(models, "models", "Other models"),
+    "mean_gains": Block(mean_gains, SERVED["vllm"], "Gains in engines"),
     **{
-        name: Block(partial(served, engine=engine), name, f"Served in {ENGINES[engine]}", True)
+        name: Block(partial(served, engine=engine), name, f"Served in {ENGINES[engine]}")
         for engine, name in SERVED.items()
     },
     **{
@@ -667,8 +640,7 @@ def block(name: str, recorded: Recorded, folder: Path) -> tuple[str, dict[Path, 
         raise UsageError(f"no block {name}; there are {', '.join(BLOCKS)}")
     made = BLOCKS[name]
     parts = made.make(recorded) if not made.needs or made.needs in recorded.rows else []
-    if not made.whole:
-        parts = [part for part in parts if not (isinstance(part, Table) and part.folded)]
+    parts = [part for part in parts if not (isinstance(part, Table) and part.folded)]
     place = place_of(recorded, ROOT / "docs" / "pictures")
     pictures = {place / p.name: p for p in parts if isinstance(p, Picture)}
 

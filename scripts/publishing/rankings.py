@@ -409,14 +409,6 @@ def notes(ranking: Ranking) -> str:
     return " ".join(line for line, holds in lines.items() if holds)
 
 
-def clocks_text(ranking: Ranking) -> str:
-    """Explain the times by a ranking's clocks."""
-    text = f"harness ms: host included; {ranking.timing}."
-    if "device" not in ranking.clocks:
-        return f"{text} Means over the workloads. The time on the GPU alone is not recorded."
-    return f"{text} device ms: {device_text(ranking)}"
-
-
 def device_text(ranking: Ranking) -> str:
     """Explain the device times, and name the solutions that were timed in another way."""
     f = ranking.results[ranking.results.device.notna()]

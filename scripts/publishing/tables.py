@@ -118,7 +118,6 @@ def _means(summary: pd.DataFrame, clock: Clock, mean: str, form: str) -> "pd.Ser
 def summary_table(ranking: Ranking) -> Table:
     s = ranking.summary
     columns: dict[str, Any] = {
-        "#": pd.Series(s.index + 1).astype(str),
         "solution": s.solution.map(short_name),
         "passed": _passed(s),
         **{name: s[name].map(ratio) for name in ("mean", "geomean", "median", "min", "max")},
@@ -135,7 +134,7 @@ def summary_table(ranking: Ranking) -> Table:
         columns[f"vs {ranking.against}"] = by_clock(ranking, s, "against")
     if s.checks.any():
         columns[BATCH_INVARIANT] = s.checks.map(batch_invariant)
-    return Table(pd.DataFrame(columns), left=2, title="Speed-ups")
+    return Table(pd.DataFrame(columns), title="Speed-ups")
 
 
 def short_table(ranking: Ranking) -> Table:
@@ -144,7 +143,6 @@ def short_table(ranking: Ranking) -> Table:
     have a row below the solutions."""
     s, clock, limits = ranking.summary, ranking.clocks[-1], ranking.limits
     columns: dict[str, Any] = {
-        "#": pd.Series(s.index + 1).astype(str),
         "solution": s.solution.map(short_name),
         "of": s.peer.map({True: "peer", False: "ours"}),
         "passed": _passed(s),
@@ -163,19 +161,20 @@ def short_table(ranking: Ranking) -> Table:
     frame = pd.DataFrame(columns)
     # Complete the row that the limits' rates began.
     frame.loc[len(s) :, list(roofline)] = list(roofline.values())
-    return Table(frame.astype(object).fillna("-"), left=3)
+    return Table(frame.astype(object).fillna("-"), left=2)
 
 
-def first_table(ranking: Ranking) -> Table:
-    """Return the first ranks by the clock nearest to the kernels: our two solutions, three peers,
-    and the roofline."""
+def first_table(ranking: Ranking, every: bool = False) -> Table:
+    """Return the ranks by the clock nearest to the kernels, then the roofline: our first two
+    solutions and the first three peers, or every solution."""
     clock, limits = ranking.clocks[-1], ranking.limits
     s = in_order(ranking.summary, clock)
-    s = pd.concat([s[~s.peer].head(2), s[s.peer].head(3)])
-    columns: dict[str, Any] = {
-        "solution": s.solution.map(short_name),
-        **{f"{c} ms": _means(s, c, "mean_ms", ".3f") for c in ranking.clocks},
-    }
+    if not every:
+        s = pd.concat([s[~s.peer].head(2), s[s.peer].head(3)])
+    columns: dict[str, Any] = {"solution": s.solution.map(short_name)}
+    if every:
+        columns["of"] = s.peer.map({True: "peer", False: "ours"})
+    columns |= {f"{c} ms": _means(s, c, "mean_ms", ".3f") for c in ranking.clocks}
     roofline = {"solution": "roofline"}
     if not limits.empty:
         ms = ranking.results.pivot(index="uuid", columns="solution", values=clock)
@@ -187,7 +186,7 @@ def first_table(ranking: Ranking) -> Table:
     frame = pd.DataFrame(columns)
     if not limits.empty:
         frame = pd.concat([frame, pd.DataFrame([roofline])])
-    return Table(frame.astype(object).fillna("-"))
+    return Table(frame.astype(object).fillna("-"), left=1 + every)
 
 
 def over_limit(ms: pd.DataFrame, roofline: "pd.Series[float]") -> pd.DataFrame:
@@ -277,13 +276,19 @@ def bits_table(by_solution: Mapping[str, Checks]) -> Table:
 
 def checks_table(ranking: Ranking) -> Table:
     """Return the `bits_table` of a ranking's solutions."""
-    return bits_table(ranking.summary.set_index("solution").checks.to_dict())
+    table = bits_table(ranking.summary.set_index("solution").checks.to_dict())
+    f = pd.DataFrame(check for checks in ranking.summary.checks for check in checks.values())
+    if f.empty or "largest" not in f:
+        return table
+    lengths = ", ".join(f"{tokens:g}" for tokens in sorted(f.tokens.unique()))
+    largest = f"the largest relative difference of any token is {f.largest.astype(float).max():.1e}"
+    return replace(table, note=f"{table.note} T={lengths}; {largest}.")
 
 
 # --- the workloads down ---------------------------------------------------------------------------
 
 
-def latency_table(ranking: Ranking, form: str = ".4f") -> Table:
+def latency_table(ranking: Ranking) -> Table:
     """Return the times in ms, workloads down by tokens, solutions across in their order, the
     fastest marked with *, or the status of a failure. Further columns: the reference as the harness
     timed it, the roofline if it is known, its share of the fastest time, and the best peer's time
@@ -292,12 +297,12 @@ def latency_table(ranking: Ranking, form: str = ".4f") -> Table:
     before: dict[str, Any] = {
         "T": [str(tokens) for tokens, _ in ranking.workloads],
         "workload": [uuid[:8] for uuid in uuids],
-        "reference": numbers(ranking.references, form),
+        "reference": numbers(ranking.references, ".4f"),
     }
     after: dict[str, Any] = {}
 
     def times(clock: Clock) -> "pd.Series[str]":
-        return numbers(f[clock], form) + f[f"{clock}_wins"].map({True: "*", False: ""})
+        return numbers(f[clock], ".4f") + f[f"{clock}_wins"].map({True: "*", False: ""})
 
     if not ranking.limits.empty:
         roofline = ranking.limits.roofline.reindex(uuids)
@@ -450,6 +455,25 @@ def sweep_table(rows: Rows, name: str) -> Table:
     return replace(calls_table(f, case, CLOCKS, ".3f"), title=title)
 
 
+def brief_sweep(rows: Rows, name: str) -> Table:
+    """Return the device times of a sweep at every second number of tokens: our three fastest calls
+    and the best peer, with the best peer's name and its time over our best."""
+    f = called(rows, name)
+    ms, peers = compared(wide(f, SWEEP)), peers_of(f)
+    order = fastest_first(ms)
+    ours = [name for name in order if not peers.get(name)][:3]
+    others = ms[[name for name in order if peers.get(name)]].dropna(how="all")
+    frame = named_cases(ms, SWEEP)[["T"]]
+    frame["roofline"] = numbers(roofline_of(f, SWEEP), ".3f").to_numpy()
+    for subject in ours:
+        frame[short_name(subject)] = numbers(ms[subject], ".4f").to_numpy()
+    if not others.empty:
+        best = numbers(others.min(axis=1), ".4f") + " " + others.idxmin(axis=1).map(short_name)
+        frame["best peer"] = best.reindex(ms.index).fillna("-").to_numpy()
+        frame["best peer / ours"] = versus(ms, peers).map(ratio).to_numpy()
+    return Table(frame[::2], left=0, title="Device time in ms")
+
+
 def batched_table(rows: Rows) -> Table:
     """Return the experts on tokens that lie by expert, in us."""
     table = calls_table(rows.frame("batched"), BATCHED, CLOCKS[1:], ".1f")
@@ -469,8 +493,9 @@ def failed_table(f: pd.DataFrame) -> Table:
     return Table(failures[[*["layer"] * several, "call", "T", "error"]], left=4, title="Failed")
 
 
-def models_summary(rows: Rows, name: str) -> Table:
-    """Summarise sweeps of several layers: layers down, tokens across."""
+def models_tables(rows: Rows, name: str) -> tuple[Table, Table]:
+    """Summarise sweeps of several layers: layers down, tokens across. The second table also has the
+    shares of the limits."""
     f, rates = called(rows, name), rows.measurements[name]["rates"]
     values, peers = 1e3 * wide(f, MODELS), peers_of(f)
     ours = ours_of(values, peers)
@@ -480,16 +505,23 @@ def models_summary(rows: Rows, name: str) -> Table:
     stepwise = pd.Series(steps, values.index).clip(lower=roofline)
     shares = [(1e3 * part / ours).map(lambda part: percent(part).replace(" ", ""))
               for part in (roofline, stepwise)]  # fmt: skip
-    text = shares[0] + ", " + shares[1] + ", " + versus(values, peers).map(ratio)
-    cells = numbers(ours, ".1f") + " (" + text + ")"
-    cells.index = cells.index.droplevel("active")
-    frame = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
-    frame.columns = [f"T={tokens:.0f}" for tokens in frame]
-    title = (
-        "Our best device time in us (roofline over it; the same of two GEMMs and a combine one by "
-        "one, whose intermediates go through memory; best peer's time over it)"
+    over = versus(values, peers).map(ratio)
+
+    def table(text: "pd.Series[str]", title: str) -> Table:
+        cells = numbers(ours, ".1f") + " (" + text + ")"
+        cells.index = cells.index.droplevel("active")
+        frame = cells.unstack().reindex(index=f.definition.unique()).fillna("-")
+        frame.columns = [f"T={tokens:.0f}" for tokens in frame]
+        return Table(frame.rename_axis("layer").reset_index(), title=title)
+
+    limits = (
+        "The same with the roofline over it, and that of two GEMMs and a combine one by one, whose "
+        "intermediates go through memory"
     )
-    return Table(frame.rename_axis("layer").reset_index(), title=title)
+    return (
+        table(over, "Our best device time in us (best peer's time over it)"),
+        table(shares[0] + ", " + shares[1] + ", " + over, limits),
+    )
 
 
 KERNELS = "kernels"

@@ -1,6 +1,7 @@
 """The figures of README and docs are those of the records that they name."""
 
 import json
+import operator
 import re
 import shutil
 from pathlib import Path
@@ -52,16 +53,21 @@ def test_every_published_figure_is_what_the_records_say() -> None:
 
 
 FIGURES = {
-    "roofline": ("latency", lambda row: row["tokens"] == 80),
-    "times": ("latency", lambda row: row.get("clock") == "device" and row["tokens"] == 80),
-    "bits": ("invariance", lambda row: "differ" in row),
+    "roofline": ("ranking", lambda row: row["tokens"] == 80),
+    "times": ("ranking", lambda row: row.get("clock") == "device" and row["tokens"] == 80),
+    "bits": ("checks", lambda row: "differ" in row),
     "sweep": ("sweep", lambda row: row.get("clock") == "device"),
     "sweep_engines": ("sweep_engines", lambda row: row.get("clock") == "device"),
     "models": ("models", lambda row: row.get("clock") == "device" and not row["peer"]),
     "gemm_layers": ("gemm_layers", lambda row: row["subject"] == "flat"),
     "gemm_study": ("gemm_study", lambda row: row["peer"]),
-    "served": ("served", lambda row: row["part"] == "decode"),
+    "batched": ("batched", lambda row: "value" in row),
+    "served": ("mean_gains", lambda row: row["part"] == "decode"),
+    "served_sglang": ("served_sglang", lambda row: row["part"] == "decode"),
+    "served_trained": ("served_trained", lambda row: row["part"] == "loss"),
 }
+CHECKS = pages.Block(lambda recorded: tables.ranking_tables(recorded.main))
+"""Tables of the HTML page that no block has."""
 
 
 @pytest.mark.parametrize("step", ["v1", "v2", "v3", "flat", "fused", "fused_hifi"])
@@ -93,21 +99,25 @@ def test_the_ladder_says_where_v3_is_slower_than_v2(recorded: Recorded) -> None:
 def test_a_changed_figure_of_a_row_is_noticed(
     name: str, recorded: Recorded, tmp_path: Path
 ) -> None:
-    """Change one figure in each measurement that the pages show."""
+    """Change one figure in each measurement: on the HTML page, and in the pages that show it."""
     block, chosen = FIGURES[name]
     recorded_rows = recorded.rows
     info = json.loads((recorded.directory / "run.json").read_text("utf-8"))
     traces = map(json.loads, (recorded.directory / "traces.jsonl").read_text("utf-8").splitlines())
     traces = [t for t in traces if t["workload"]["axes"]["seq_len"] == 80]
+    shown = any(f"<!-- generated: {block} -->" in page.read_text("utf-8") for page in pages.PAGES)
 
-    def text(lines: list[dict]) -> str:
+    def texts(lines: list[dict]) -> list[str]:
         measurement_lines = [recorded_rows.measurements[name], *lines]
-        return text_of(read(record(tmp_path, traces, measurement_lines, **info)), block)
+        run = read(record(tmp_path, traces, measurement_lines, **info))
+        html = pages.as_text("", ({"checks": CHECKS} | pages.BLOCKS)[block].make(run))
+        return [html, text_of(run, block)] if shown else [html]
 
     lines = recorded_rows.rows_of(name)
     field = "differ" if name == "bits" else "value"
     changed = [row | {field: 2 * row[field] + 1} if chosen(row) else row for row in lines]
-    assert changed != lines and text(changed) != text(lines)
+    assert changed != lines
+    assert not any(map(operator.eq, texts(changed), texts(lines)))
 
 
 def test_a_changed_page_picture_or_row_fails_the_check(
@@ -119,7 +129,7 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     monkeypatch.setattr(pages, "README", page)
     monkeypatch.setattr(pages, "PAGES", [page, other])
     page.write_text(
-        f"<!-- record: {copy} -->\n" + BLOCK.format("latency") + BLOCK.format("latency_plot")
+        f"<!-- record: {copy} -->\n" + BLOCK.format("ranking") + BLOCK.format("latency_plot")
     )
     small = record(copy.parent / "small", [trace(FLAT, 7, 1.0)])
     ladders = [f"<!-- record: {run} -->\n" + BLOCK.format("ladder") for run in (small, copy)]
@@ -133,13 +143,13 @@ def test_a_changed_page_picture_or_row_fails_the_check(
     stale = [line.split(":")[0] for line in check()]
     missing = f"latency.svg in {copy}"
     ladder = "other.md, block ladder"
-    stale_blocks = ["README.md, block latency", "README.md, block latency_plot", ladder, ladder]
+    stale_blocks = ["README.md, block ranking", "README.md, block latency_plot", ladder, ladder]
     assert stale == [*stale_blocks, missing]
     assert call("report", "--pages").stdout == f"{copy / 'latency.svg'}\n"
     written = page.read_text()
     assert check() == []
     page.write_text(re.sub(r"\d %", lambda m: f"{(int(m[0][0]) + 1) % 10} %", written, count=1))
-    assert [line.split(": not what ")[0] for line in check()] == ["README.md, block latency"]
+    assert [line.split(": not what ")[0] for line in check()] == ["README.md, block ranking"]
     page.write_text(written)
     last = json.loads(lines[-1])  # which is in no block here
     (copy / rows.FILE).write_text("".join(lines[:-1]) + json.dumps(last | {"value": 5.0}) + "\n")
@@ -213,8 +223,8 @@ def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:
     bits = [bit | {"hash": "1", "tokens": 7, "largest": 1e-3},
             bit | {"hash": "2", "tokens": 80, "largest": 0.5}]  # fmt: skip
     traces = [trace(FLAT, 7, 1.0, libs={"solution_hash": "1"})]
-    text = text_of(read(record(tmp_path, traces, measurement("bits", bits))), "invariance")
-    assert ", T=7. Where not" in text and "difference of any token is 1.0e-03." in text
+    table = tables.checks_table(read(record(tmp_path, traces, measurement("bits", bits))).main)
+    assert table.note.endswith(" T=7; the largest relative difference of any token is 1.0e-03.")
 
 
 def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
@@ -263,16 +273,18 @@ def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
 
 
 def test_both_clocks_are_shown_and_named_where_the_record_has_them(tmp_path: Path) -> None:
-    blocks = ("short_ranking", "ranking", "latency", "latency_plot", "first_ranking")
-    without = text_of(read(record(tmp_path, [trace(FLAT, 7, 1.0)])), *blocks)
-    assert "Time in ms, the fastest in bold" in without and "evice" not in without
+    blocks = ("ranking", "latency_plot", "first_ranking")
+    one_clock = read(record(tmp_path / "one", [trace(FLAT, 7, 1.0)]))
+    both_clocks = read(record(tmp_path / "both", [clocked(FLAT, 7, 1.0, 0.5)], roofline()))
+    without, both = text_of(one_clock, *blocks), text_of(both_clocks, *blocks)
+    assert "| solution | of | harness ms |" in without and "evice" not in without
     assert "so no roofline: over the fastest." in without
-    assert "The time on the GPU alone is not recorded." in without
-    both = text_of(read(record(tmp_path, [clocked(FLAT, 7, 1.0, 0.5)], roofline())), *blocks)
-    assert "Harness/device time in ms, the fastest in bold; roofline: a measured read" in both
-    assert both.count("(replay of a CUDA graph)") == 2 and "**1.000**/**0.500**" in both
+    assert "| solution | of | harness ms | device ms | of the limit |" in both
+    assert "| flat | ours | 1.000 | 0.500 |" in both
     assert "Time on the GPU alone over the roofline: flat" in both
     assert "Harness: host included; device: the GPU alone." in both
+    page = pages.as_text("", pages.ranking_parts(both_clocks.main))
+    assert page.count("(replay of a CUDA graph)") == 2 and "1.0000*/0.5000*" in page
 
 
 def gemms(
@@ -314,13 +326,40 @@ def test_the_gemms_are_those_that_flat_ships(tmp_path: Path) -> None:
     assert "the median is 0.80x, the least 0.25x; 2 of them are below 1.0x." in study
 
 
-def test_folded_tables_are_in_the_pages_of_whole_blocks_alone(recorded: Recorded) -> None:
-    for name, whole in (("gemm_study", False), ("served", True)):
-        tables_of = [p for p in pages.BLOCKS[name].make(recorded) if isinstance(p, Table)]
-        folded = [table for table in tables_of if table.folded]
-        assert pages.BLOCKS[name].whole == whole and folded
-        text = pages.block(name, recorded, ROOT)[0]
-        assert [pages.table(table) in text for table in folded] == [whole] * len(folded)
+@pytest.mark.parametrize("name", ["gemm_study", "models", "served"])
+def test_folded_tables_are_in_the_html_page_alone(name: str, recorded: Recorded) -> None:
+    tables_of = [p for p in pages.BLOCKS[name].make(recorded) if isinstance(p, Table)]
+    text = pages.block(name, recorded, ROOT)[0]
+    assert {table.folded for table in tables_of} >= {True}
+    assert [pages.table(table) in text for table in tables_of] == [not t.folded for t in tables_of]
+
+
+def test_tables_of_the_pages_have_at_most_seven_columns() -> None:
+    """What nobody looks up is in the HTML page and in rows.jsonl."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        rules = [line for line in lines if re.fullmatch(r"[|: -]+", line) and "|" in line]
+        assert all(line.count("|") <= 7 + 1 for line in rules), page.name
+
+
+def test_the_short_sweep_has_the_best_peer_by_name(tmp_path: Path) -> None:
+    """Every second number of tokens; a call without a peer's or our time has a dash."""
+    times = {"a": (1.0, 3.0, 5.0), "b": (2.0, 2.0, None), "p": (4.0, 1.5, None),
+             "q": (3.0, None, None)}  # fmt: skip
+    rows_of = [
+        {"subject": name, "peer": name in "pq", "tokens": tokens, "active": 1, "pairs": 1,
+         "roofline": 0.5, "clock": "device", "value": ms}
+        for name, of_name in times.items()
+        for tokens, ms in zip((1, 2, 4), of_name, strict=True)
+        if ms is not None
+    ]  # fmt: skip
+    recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurement("sweep", rows_of)))
+    frame = tables.brief_sweep(recorded.rows, "sweep").frame
+    assert list(frame) == ["T", "roofline", "a", "b", "best peer", "best peer / ours"]
+    assert frame.to_numpy().tolist() == [
+        ["1", "0.500", "1.0000", "2.0000", "3.0000 q", "3.00x"],
+        ["4", "0.500", "5.0000", "-", "-", "-"],
+    ]
 
 
 def test_the_first_screen_is_short() -> None:

@@ -371,7 +371,7 @@ def test_skipped_solutions_are_named_with_the_reason(tmp_path: Path) -> None:
 
 def test_device_times_stand_beside_the_harnesss(tmp_path: Path) -> None:
     text = text_of(tmp_path, CLOCKED, "--peers", "peer")
-    assert cells(text, "Speed-ups")[1][8:] == [
+    assert cells(text, "Speed-ups")[1][7:] == [
         "0/1", "2.5000/1.0500", "2.0000/0.4472", "20 %/2 %", "0.50x/1.26x",
     ]  # fmt: skip
     assert [row[3:5] for row in cells(text, "Harness/device time in ms, * the fastest")] == [
@@ -416,7 +416,7 @@ def test_the_order_is_by_either_clock(by: str, more: list, order: list, tmp_path
 def test_without_device_times_there_are_no_columns_of_them(tmp_path: Path) -> None:
     others = [trace(name, 7, ms, hardware="GPU B") for name, ms in (("x", 2.0), ("y", 1.0))]
     gpu_a, gpu_b = text_of(tmp_path, [*CLOCKED, *others], "--by", "device").split("\n\n\n")
-    assert [row[1] for row in cells(gpu_b, "Speed-ups")] == ["y", "x"], "by the harness's"
+    assert [row[0] for row in cells(gpu_b, "Speed-ups")] == ["y", "x"], "by the harness's"
     assert "device" in gpu_a and "device" not in gpu_b
     assert re.search(r"wins +mean ms\n", gpu_b)
 
@@ -428,11 +428,11 @@ def test_different_ways_of_taking_device_times_and_missing_ones_are_said(tmp_pat
     traces = [*CLOCKED[1:], trace("ours", 7, 1.0)]
     text = text_of(tmp_path, traces)
     assert "(replay of a CUDA graph)" in text
-    assert cells(text, "Speed-ups")[1][9:11] == ["2.5000/2.0000 (1)", "2.0000/2.0000 (1)"]
+    assert cells(text, "Speed-ups")[1][8:10] == ["2.5000/2.0000 (1)", "2.0000/2.0000 (1)"]
     partly = read(record(tmp_path, traces, roofline(), peers={"ours": False}))
     rate = f"{28 * weight_bytes() / 2e9:.2f}"  # TB/s of the one that was timed
     table = tables.short_table(partly.main)
-    assert table.frame.iloc[1, 5:7].tolist() == ["2.000 (1)", rate]
+    assert table.frame.iloc[1, 4:6].tolist() == ["2.000 (1)", rate]
 
 
 def test_the_first_ranks_are_those_on_the_gpu(tmp_path: Path) -> None:
@@ -484,8 +484,8 @@ def test_the_limits_stand_below_the_solutions(tmp_path: Path) -> None:
     table = tables.short_table(recorded.main).frame
     of_flops = 109 * pair_flops() / 1e9  # TFLOP/s of 1 ms
     of_reading = 7 * weight_bytes() / 1e9  # TB/s of 1 ms
-    assert list(table)[5:-1] == ["device ms", "TB/s", "TFLOP/s", "of the limit"]
-    assert table.iloc[:, [1, 5, 6, 7, 8]].to_numpy().tolist() == [
+    assert list(table)[4:-1] == ["device ms", "TB/s", "TFLOP/s", "of the limit"]
+    assert table.iloc[:, [0, 4, 5, 6, 7]].to_numpy().tolist() == [
         ["peer", "0.900", f"{of_reading / 0.2:.2f}", f"{of_flops / 1.6:.0f}", "44 %"],
         ["ours", "1.050", f"{of_reading / 0.1:.2f}", f"{of_flops / 2:.0f}", "50 %"],
         ["roofline", "0.525", f"{of_reading / 0.05:.2f}", f"{of_flops:.0f}", "100 %"],
