@@ -61,6 +61,21 @@ def links(page: Path) -> list[str]:
     return [t for t in targets if not t.startswith("https://")]
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def anchored(page: Path) -> list[tuple[Path, str]]:
+    """Return the links to a heading: the page and the anchor."""
+    text = page.read_text("utf-8")
+    targets = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text)
+    return [((page.parent / t).resolve() if t else page, a) for t, a in targets if "://" not in t]
+
+
 def names_of_tests(page: Path) -> list[str]:
     return re.findall(r"\btest_\w+", page.read_text("utf-8"))
 
@@ -83,7 +98,15 @@ def options(page: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("finder", "least"),
-    [(paths, 60), (links, 30), (names_of_tests, 30), (starts, 15), (options, 15), (commits, 10)],
+    [
+        (paths, 60),
+        (links, 30),
+        (anchored, 20),
+        (names_of_tests, 30),
+        (starts, 15),
+        (options, 15),
+        (commits, 10),
+    ],
 )
 def test_what_is_looked_for_is_found_on_the_pages(finder, least: int) -> None:
     """A test that finds nothing to look up cannot fail."""
@@ -96,6 +119,10 @@ def test_paths(page: Path) -> None:
 
 def test_links(page: Path) -> None:
     assert [t for t in links(page) if not (page.parent / t).exists()] == []
+
+
+def test_anchors(page: Path) -> None:
+    assert [a for target, a in anchored(page) if a not in anchors(target)] == []
 
 
 @cache
