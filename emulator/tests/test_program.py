@@ -18,6 +18,10 @@ LAUNCH = """
 function(x, y)
 assert torch.equal(y, 2 * x)
 """
+OUTSIDE = """
+x, y = (make(1024)[:1000] for make in (torch.randn, torch.zeros))  # beyond lies no other's memory
+function = compiled(False)
+"""
 STORED = 'function.export_to_c("double.o", function_name="double")\n'
 LOADED = 'function = load_module("double.o", enable_tvm_ffi=True).double\n'
 
@@ -34,8 +38,8 @@ def run(folder: Path, script: str, *options: str) -> tuple[int, str]:
 
 
 CASES = {
-    "hazards": ("function = compiled(False)" + LAUNCH, [], 3, "hazard global-read-outside-tensors"),
-    "an error": ("function = compiled(False)" + LAUNCH, ["--strict"], 1, "EmulationError"),
+    "hazards": (OUTSIDE + LAUNCH, [], 3, "hazard global-read-outside-tensors"),
+    "an error": (OUTSIDE + LAUNCH, ["--strict"], 1, "EmulationError"),
     "no kernel": ("sys.exit(0)", [], 1, "error: the script launched no kernel"),
     "its own status": ("sys.exit(5)", [], 5, "0 launches"),
     "torch.compile": (

@@ -46,19 +46,17 @@ def check(body: str, parts: dict[str, str], *arguments, **more) -> None:
         "elect.sync %r9|%p3, -1;",
         "setmaxnreg.inc.sync.aligned.u32 240;",
         "wgmma.fence.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
         "bar.arrive 1, 64;",
     ],
 )
 def test_lanes_exchange_through_shared_memory(between, mode):
-    """bar.warp.sync orders the lanes' accesses, other instructions of several lanes do not.
-    wgmma.wait_group counts as a warp sync: see core/ops_wgmma.h."""
+    """bar.warp.sync orders the lanes' accesses, other instructions of several lanes do not."""
     body = f"""
     st.shared.u32 [%r22], %r1; {between} bar.warp.sync -1;
     xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];
     """
     check(body, {"bar.warp.sync -1;": "missing-warp-sync"})
-    waited = body.replace("bar.warp.sync -1;", "wgmma.wait_group.sync.aligned 0;")
-    assert hazards(waited) == set()
 
 
 def test_lanes_exchange_by_an_mbarrier(mode):
@@ -96,7 +94,8 @@ def test_lanes_that_stay_with_their_own_words(mode):
 
 
 def test_one_lane_releases_what_all_have_read(mode):
-    """Lane 0's arrival stands for the other lanes' reads only after bar.warp.sync."""
+    """Lane 0's arrival stands for the other lanes' reads only after bar.warp.sync, or after
+    wgmma.wait_group: see core/ops_wgmma.h."""
     body = f"""
     @%p0 mbarrier.init.shared.b64 [%r20], 1; bar.sync 0;
     @!%p2 bra WRITER;
@@ -107,8 +106,10 @@ WRITER:
     @%p1 st.shared.u32 [%r21], 7;
 END:
     """
-    first = "@%p0 st.shared.u32 [%r21], 5;"
-    check(first + body, {"bar.warp.sync -1;": "shared-race"}, threads=64)
+    body = "@%p0 st.shared.u32 [%r21], 5;" + body
+    check(body, {"bar.warp.sync -1;": "shared-race"}, threads=64)
+    waited = body.replace("bar.warp.sync -1;", "wgmma.wait_group.sync.aligned 0;")
+    assert hazards(waited, threads=64) == set()
 
 
 # Each orders a lane's accesses before the same lane's next ones, but not before other lanes'.
@@ -225,6 +226,74 @@ def test_cp_async(mode):
     x, out = torch.arange(64).int(), zeros(64)
     check(body, parts, x, out, parameters="u64 x, u64 out", threads=64)
     assert torch.equal(out, x)
+
+
+COPY = f"""
+    {address("%rd1", "x", "%r0", 4)} cp.async.ca.shared.global [%r22], [%rd1], 4;
+    cp.async.commit_group; cp.async.wait_group 0;
+"""
+"""PTX: each lane copies its own word of the tile, and waits for it."""
+READ_OTHERS = "xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];"
+
+
+@pytest.mark.parametrize("wait", ["cp.async.wait_group 0;", "cp.async.wait_all;"])
+def test_lanes_see_the_copies_of_others_after_a_warp_sync(wait, mode):
+    """A wait shows a lane its own copies alone."""
+    copy = COPY.replace("cp.async.wait_group 0;", wait)
+    assert hazards(f"{copy} ld.shared.u32 %r6, [%r22]; st.shared.u32 [%r22], %r6;") == set()
+    check(f"{copy} bar.warp.sync -1; {READ_OTHERS}", {"bar.warp.sync -1;": "shared-race"})
+
+
+@pytest.mark.parametrize("between", [*PER_LANE, "wgmma.wait_group.sync.aligned 0;"])
+def test_what_orders_a_lane_does_not_show_others_its_copies(between):
+    start = "@%p0 mbarrier.init.shared.b64 [%r20+8], 32; bar.sync 0;"
+    assert hazards(f"{start} {COPY} {between} {READ_OTHERS}") == {"shared-race"}
+
+
+def test_lanes_overwrite_the_copies_of_others_after_a_warp_sync(mode):
+    """So does a copy that overwrites what other lanes have read."""
+    others = READ_OTHERS.replace("ld.shared.u32 %r6, [%r5]", "st.shared.u32 [%r5], %r1")
+    check(f"{COPY} bar.warp.sync -1; {others}", {"bar.warp.sync -1;": "shared-race"})
+    again = f"{COPY} bar.warp.sync -1; {READ_OTHERS} bar.warp.sync 0xffffffff; {COPY}"
+    check(again, {"bar.warp.sync 0xffffffff;": "shared-race"})
+
+
+def test_lanes_hand_over_their_copies_by_an_mbarrier(mode):
+    """An arrival passes on a lane's own copies. One lane's does so for all after a warp sync."""
+    for count, sync, arrive in [(32, "", ""), (1, "bar.warp.sync -1;", "@%p1")]:
+        body = f"""
+        @%p0 mbarrier.init.shared.b64 [%r20], {count}; bar.sync 0; @!%p2 bra READER;
+        {COPY} {sync} {arrive} mbarrier.arrive.shared.b64 _, [%r20]; bra END;
+    READER:
+        {WAIT.format(label="W", barrier="%r20", parity="0")} ld.shared.u32 %r6, [%r22+-128];
+    END:
+        """
+        check(body, {sync: "shared-race"} if sync else {}, threads=64)
+
+
+def test_a_lane_publishes_its_own_copies_by_a_fence(mode):
+    """Lane 0's flag tells of the word that it has copied, and not of lane 1's."""
+    body = f"""
+    ld.param.u64 %rd2, [flag]; @!%p2 bra READER;
+    {COPY} fence.acq_rel.cta; @%p0 st.relaxed.cta.global.u32 [%rd2], 1; bra END;
+READER: ld.acquire.cta.global.u32 %r7, [%rd2]; setp.eq.u32 %p4, %r7, 0; @%p4 bra READER;
+    ld.shared.u32 %r6, [%r21+PLACE];
+END:
+    """
+    for place, expected in [("0", set()), ("4", {"shared-race"})]:
+        of_lane = body.replace("PLACE", place)
+        arguments = zeros(64), zeros(1)
+        assert hazards(of_lane, *arguments, parameters="u64 x, u64 flag", threads=64) == expected
+
+
+def test_diverged_lanes_wait_for_their_own_copies(mode):
+    body = f"""
+    setp.lt.u32 %p3, %r1, 16; {COPY.replace("cp.async.wait_group 0;", "")} @%p3 bra LOW;
+    cp.async.wait_group 0; ld.shared.u32 %r6, [%r22]; bra END;
+LOW: cp.async.wait_group 0; ld.shared.u32 %r6, [%r22];
+END:
+    """
+    assert hazards(body) == set()
 
 
 def test_bulk_stores_read_shared_memory(mode):

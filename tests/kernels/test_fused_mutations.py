@@ -131,6 +131,18 @@ def test_without_the_exchange_of_maxima(name, edit, emulator):
     assert noticed(name, edit, emulator)
 
 
+def test_scales_of_b_without_the_warp_sync_before_they_are_written(emulator):
+    """With two terms GEMM2 has no barrier between the reads for one tile and the writes for the
+    next, and wgmma.wait_group orders no lane's access before another's."""
+    # The last three: before and after these writes, and the combine's.
+    edit = replace(r"bar\.warp\.sync\s+-1;", "", -3)
+    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"missing-warp-sync"})):
+        emulator.reports.clear()
+        fused_output_of(inputs_of(41, 4), "64 overlapped", 2)
+        kinds = [report.hazard_kinds() for report in emulator.reports]
+        assert kinds == [set()] * 4 + [expected, set()]
+
+
 def test_without_the_fence_between_the_gather_and_the_mma_of_blackwell(emulator, monkeypatch):
     """cp.async writes through another proxy than the MMA reads."""
     use_target(monkeypatch, "sm_100a")

@@ -307,6 +307,21 @@ def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
 
 @pytest.mark.parametrize(
     "config",
+    [HOPPER, HopperConfig(tile_m=16, swap_ab=True), BLACKWELL],
+    ids=str,
+)
+def test_scales_of_channels_without_the_warp_sync_behind_their_copy(config, emulator):
+    """Each lane copies some of the scales and waits for its own; all lanes read all of them."""
+    config = dataclasses.replace(config, per_channel=True)
+    problem = gemm((130, 0, 65), 256, 512, 256, exact=True, per_channel=True)
+    edit = after(r"cp\.async\.wait_group", replace(r"bar\.warp\.sync\s+-1;", "", 0))
+    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"shared-race"})):
+        launch(problem, config, ctas=1)
+        assert emulator.reports[-1].hazard_kinds() == expected
+
+
+@pytest.mark.parametrize(
+    "config",
     [HopperConfig(tile_m=8, swap_ab=True, schedule=Schedule.DYNAMIC), SWAPPED, PAIR],
     ids=str,
 )

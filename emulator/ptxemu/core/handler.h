@@ -27,7 +27,7 @@ static u32 to_shared(const Ctx& c, int space, u64 a) {
 static bool converged(Ctx& c, u32 want, const char* what, bool orders) {
   want &= c.w.live;
   if ((c.g.mask & want) == want) {
-    if (orders) c.w.together = c.m.tick - 1;  // its own accesses come later
+    if (orders) c.w.synchronise(want, c.m.tick - 1);  // its own accesses come later
     return true;
   }
   c.g.why = [what, want, mask = c.g.mask] {

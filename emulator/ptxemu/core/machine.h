@@ -147,7 +147,7 @@ struct Fence {
   u32 lanes;
   Scope scope;
   Knowledge knowledge;  // without the lanes' own accesses
-  Tick together, tick;  // Warp::together; tick of the fence
+  Tick together, tick;  // Warp::released; tick of the fence
 };
 
 struct Warp {
@@ -179,6 +179,9 @@ struct Warp {
   std::vector<TmemLoad> tmem_loads;  // not yet waited for
   Queue cpasync;
   Groups<int> cpasync_groups;
+  Tick cpasync_done = 0;          // commit of the last group that was waited for
+  std::array<Tick, 32> copies{};  // by lane: the last of its cp.async that it has waited for
+  u32 lanes_of_copies = 0;        // lanes that have waited since their last synchronisation
   std::vector<u32> tmem_stores;  // TMEM cells written by tcgen05.st since the last tcgen05.wait::st
   u64 cluster_token = 0;
   bool cluster_arrived = false;
@@ -195,8 +198,22 @@ struct Warp {
   Clock tensor;            // of its tcgen05 operations, by the last fence::after_thread_sync
   Knowledge fenced_inits;  // mbarrier.inits that a relaxed barrier.cluster.arrive releases
   Tick together = 0;       // the last tick at which all its lanes were synchronised
+  Tick released = 0;       // up to it, one lane's release stands for all lanes
   std::vector<Fence> fences;  // the last one of each lane
   Publications observed;      // by relaxed loads; the next fence acquires them
+  // Copies by cp.async that the lanes have waited for, but the warp may not know yet.
+  void learn_copies(Knowledge& k, u32 of_lanes) const {
+    for (u32 m = of_lanes & lanes_of_copies; m; m &= m - 1) {
+      int l = __builtin_ctz(m);
+      k.learn({cpasync_agent, 1u << l, 0, copies[l]});
+    }
+  }
+  // Order the lanes' accesses up to `tick` before all lanes' later ones.
+  void synchronise(u32 lanes, Tick tick) {
+    together = released = tick;
+    learn_copies(knowledge, lanes | ~live);
+    lanes_of_copies &= ~lanes & live;
+  }
   u64* R(int slot) { return &regs[(size_t)slot * 32]; }
 };
 

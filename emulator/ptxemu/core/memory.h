@@ -69,7 +69,8 @@ static Known own_accesses(const Warp& w, u32 lanes, Tick together, Tick tick) {
 // knowledge does not grow: one lane's later release does not stand for the other lanes.
 static Knowledge release(const Ctx& c, u32 lanes) {
   Knowledge k = c.w.knowledge;
-  k.learn(own_accesses(c.w, lanes, c.w.together, c.m.tick));
+  k.learn(own_accesses(c.w, lanes, c.w.released, c.m.tick));
+  c.w.learn_copies(k, lanes);
   return k;
 }
 static const Fence* fence_of(const Ctx& c, int lane) {
@@ -143,6 +144,8 @@ static Actor thread_actor(const Ctx& c, int lane) {
   a.together = c.w.together;
   a.pc = (u16)std::min<size_t>(c.ins - c.launch().p->code.data(), 65535);
   a.knowledge = &c.w.knowledge;
+  a.copies_agent = c.w.cpasync_agent;
+  a.copies = &c.w.copies;
   return a;
 }
 // An asynchronous operation, with the knowledge at its start.
@@ -169,7 +172,9 @@ struct Async {
 };
 static Async async_operation(const Ctx& c, u32 lanes, const char* what) {
   Known own = own_accesses(c.w, lanes, c.w.together, c.m.tick);
-  return {&c.m, &c.launch(), c.ins, lanes, c.m.tick, c.w.knowledge, own, what};
+  Async op{&c.m, &c.launch(), c.ins, lanes, c.m.tick, c.w.knowledge, own, what};
+  c.w.learn_copies(op.knowledge, lanes);
+  return op;
 }
 
 static Str describe(const Machine& m, const Agent& a) {

@@ -270,12 +270,14 @@ static Status h_cp_async(ARGS) {
     u64 src;
     u32 n, sn;
     int lane;
+    Known own;
   };
   std::vector<One> v;
   for (u32 mm = c.mask; mm; mm &= mm - 1) {
     int l = __builtin_ctz(mm);
     One o;
     o.lane = l;
+    o.own = own_accesses(c.w, 1u << l, c.w.together, c.m.tick);
     o.dst = (u32)addr_of(c, I.o[0], l);
     o.src = addr_of(c, I.o[1], l);
     o.n = (u32)RS(2)[l];
@@ -288,15 +290,18 @@ static Status h_cp_async(ARGS) {
   }
   Cta* self = &c.cta;
   u32 agent = cpasync_agent(c);
-  Async op = async_operation(c, c.mask, "cp.async");
+  Async op = async_operation(c, 0, "cp.async");
   c.w.cpasync_groups.open++;
   enqueue(c.m, c.w.cpasync,
-          [=] {
+          [=, copies = c.w.copies] {
              Actor me = op.actor(agent, op.issued);
              me.copied = true;
+             me.copies_agent = agent;
+             me.copies = &copies;
              for (auto& o : v) {
                u8 buf[16] = {0};
                me.lanes = 1u << o.lane;
+               me.own = &o.own;
                if (o.sn) memcpy(buf, async_read_global(op, me, o.src, o.sn), o.sn);
                async_write(op, me, *self, o.dst & OFF_MASK, buf, o.n);
                op.launch->counts.loaded += o.sn;
@@ -312,17 +317,20 @@ static Status h_cpasync_commit(ARGS) {
 static Status h_cpasync_wait(ARGS) {  // i0: for all, committed or not
   auto& groups = c.w.cpasync_groups;
   size_t keep = I.i0 ? 0 : (size_t)RS(0)[__builtin_ctz(c.mask)];
-  Tick done = I.i0 ? c.m.tick : 0;
   while (groups.committed.size() > keep) {
     int n = groups.committed.front().operations;
-    done = std::max(done, groups.committed.front().tick);
+    c.w.cpasync_done = groups.committed.front().tick;
     groups.committed.pop_front();
     while (n-- > 0 && !c.w.cpasync.q.empty()) run_front(c.m, c.w.cpasync);
   }
   // cp.async.mbarrier.arrive is in the queue between the copies, but in no group.
   if (keep == 0)
     while (!c.w.cpasync.q.empty()) run_front(c.m, c.w.cpasync);
-  if (done) c.w.knowledge.learn({c.w.cpasync_agent, c.mask, 0, done});
+  if (I.i0) c.w.cpasync_done = c.m.tick;
+  // A lane that waits sees its own copies. The other lanes see them after a synchronisation.
+  // Groups are the warp's: of diverged lanes the first one's wait counts for all that wait.
+  lanes(c.mask, [&](int l) { c.w.copies[l] = c.w.cpasync_done; });
+  c.w.lanes_of_copies |= c.mask;
   return NEXT;
 }
 static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space

@@ -237,6 +237,13 @@ static Status h_fence(ARGS) {  // fence.acq_rel, fence.sc, membar
   w.fences.erase(
       std::remove_if(w.fences.begin(), w.fences.end(), [](const Fence& f) { return !f.lanes; }),
       w.fences.end());
-  w.fences.push_back({c.mask, I.scope, w.knowledge, w.together, c.m.tick});
+  auto add = [&](u32 lanes) {
+    if (!lanes) return;
+    w.fences.push_back({lanes, I.scope, w.knowledge, w.released, c.m.tick});
+    w.learn_copies(w.fences.back().knowledge, lanes);
+  };
+  u32 with_copies = c.mask & w.lanes_of_copies;  // each passes on its own
+  lanes(with_copies, [&](int l) { add(1u << l); });
+  add(c.mask & ~with_copies);
   return NEXT;
 }

@@ -75,7 +75,7 @@ static Status h_tc_alloc(ARGS) {
     u32 v = s;
     u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
     mem_write(c, 2, a, 4, (u8*)&v, l);
-    c.w.together = c.m.tick;  // PTX ISA: every lane may read the address after it
+    c.w.synchronise(~0u, c.m.tick);  // PTX ISA: every lane may read the address after it
     c.m.effects++;
     c.g.arrived = false;
     return NEXT;

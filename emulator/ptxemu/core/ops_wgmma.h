@@ -124,9 +124,11 @@ static Status h_wgmma_commit(ARGS) {
   return NEXT;
 }
 static Status h_wgmma_wait(ARGS) {
+  CONVERGED_ALL("wgmma.wait_group")
   // The PTX ISA does not say that this orders the lanes' accesses, but kernels rely on it: after
-  // it, one lane of a consumer warp releases a buffer that all lanes have read.
-  if (!converged(c, ~0u, "wgmma.wait_group", true)) return BLOCK;
+  // it, one lane of a consumer warp releases a buffer that all lanes have read. The lanes' own
+  // later accesses still need bar.warp.sync.
+  c.w.released = c.m.tick - 1;
   size_t keep = (size_t)RS(0)[0];
   auto& groups = c.w.wgmma_groups;
   Tick done = 0;

@@ -21,6 +21,9 @@ struct Actor {
   u16 pc = 0;
   const Knowledge* knowledge;
   const Known* own = nullptr;  // more knowledge: of the warp that started an asynchronous operation
+  // Each lane has waited for its own copies by the agent, up to a tick.
+  u32 copies_agent = 0;
+  const std::array<Tick, 32>* copies = nullptr;
 
   bool knows(const Access& a) const {
     if (a.agent == agent && a.tick == tick) return true;
@@ -30,6 +33,9 @@ struct Actor {
       k.join(*own);
       return k.covers(a.tick, a.lanes);
     }
+    if (copies && a.agent == copies_agent && !((lanes | others) & ~a.lanes) &&
+        a.tick <= (*copies)[__builtin_ctz(lanes)])
+      return true;
     if (a.agent != agent || async) return knows(a, knowledge->memory);
     if (a.tick <= together || (!others && !(a.lanes & ~lanes))) return true;
     // Knowledge of the warp's own lanes counts only if it covers this lane, too.
