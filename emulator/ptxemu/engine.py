@@ -52,6 +52,7 @@ class Options:
         poison_races: if TMA loads bytes of a box while other threads write them, load 0xFF instead
             of reporting a race. For boxes that are larger than the part in use: a kernel that uses
             the other bytes gets wrong results.
+        hopper_sums: add e4m3 products to float32 sums as Hopper's WGMMA does (README.md).
         max_instructions: warp instructions after which a launch counts as a livelock.
         hazards_are_errors: raise if a launch reports any hazard.
         verbose: print one line a launch.
@@ -65,6 +66,7 @@ class Options:
     strict: bool = False
     check_races: bool = True
     poison_races: bool = False
+    hopper_sums: bool = False
     max_instructions: int = 4_000_000_000
     hazards_are_errors: bool = False
     verbose: bool = bool(os.environ.get("PTXEMU_VERBOSE"))
@@ -152,7 +154,7 @@ class _RunDesc(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 "seed fill max_resident clc_resident strict check_races poison_races "
-                "max_instructions"
+                "hopper_sums max_instructions"
             ).split()
         ),
     ]
@@ -348,6 +350,7 @@ def _run_chain() -> None:
         o.strict,
         o.check_races,
         o.poison_races,
+        o.hopper_sums,
         o.max_instructions,
     )
     out = ctypes.create_string_buffer(REPORT_BYTES)

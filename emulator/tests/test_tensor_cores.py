@@ -1,6 +1,8 @@
 """The tensor cores of sm_90 and sm_100 on small operands: groups, registers in flight, swizzles."""
 
+import math
 import subprocess
+from fractions import Fraction
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from ptx import WAIT, address, kernel, run
 from ptxemu import build
 from test_tma import swizzled
 
+E4M3 = torch.float8_e4m3fn
 TOP = """
 .shared .align 8 .b8 bar[8]; .shared .b32 place;
 .shared .align 1024 .b8 a[16384]; .shared .align 1024 .b8 b[2048];
@@ -184,6 +187,75 @@ def test_swizzled_operands_of_wgmma(swizzle, mode):
     out, hazards = run_on_warpgroup(body, spread(a, swizzle), spread(b, swizzle), 4, bits)
     assert hazards == set()
     assert torch.equal(result_of(out), wanted)
+
+
+def hopper_sum(a: list[float], b: list[float], acc: float) -> float:
+    """Return acc + a . b by the rule of docs/notes/gemm_sm90.md, in exact arithmetic."""
+    terms = [Fraction(x) * Fraction(y) for x, y in zip(a, b, strict=True)] + [Fraction(acc)]
+    exponents = [exponent(x) + exponent(y) for x, y in zip(a, b, strict=True) if x and y]
+    if acc:
+        exponents.append(exponent(acc))
+    if not exponents:
+        return 0.0
+    unit = Fraction(2) ** (max(exponents) - 13)
+    total = sum(int(term / unit) for term in terms) * unit  # int() drops the fraction
+    if not total:
+        return 0.0
+    last = Fraction(2) ** (exponent(float(total)) - 13)
+    return float(int(total / last) * last)
+
+
+def exponent(x: float) -> int:
+    return math.frexp(x)[1] - 1
+
+
+@pytest.mark.parametrize("kind", ["normal", "any", "small"])
+def test_e4m3_products_added_as_hopper_adds(kind, emulator):
+    """Two instructions; without the option they add exactly."""
+    torch.manual_seed(5)
+    a, b = torch.randn(64, 64).to(E4M3), torch.randn(8, 64).to(E4M3)
+    if kind == "any":  # every value but NaN: zeros, subnormal numbers, small ones beside large ones
+        bits = [torch.randint(256, (rows, 64), dtype=torch.uint8) for rows in (64, 8)]
+        a, b = (x.where((x & 0x7F) != 0x7F, 0).view(E4M3) for x in bits)
+    elif kind == "small":  # rows of zeros, too
+        a, b = (x.float() / 64 for x in (a, b))
+        a[::3], b[::2] = 0, -0.0
+        a, b = a.to(E4M3), b.to(E4M3)
+    steps = [
+        multiply(0, add="%p4" if step else "%p3")
+        .replace("m64n8k16.f32.f16.f16", "m64n8k32.f32.e4m3.e4m3")
+        .replace(", 0, 0;", ";")
+        for step in range(2)
+    ]
+    body = f"{ZERO} {FENCE} {NEXT.join(steps)} {COMMIT} {DONE.format(0)} {keep(0, 20)}"
+    operands = [spread(x.view(torch.half), "64") for x in (a, b)]
+    wanted = torch.zeros(64, 8)
+    for k in (0, 32):
+        for m in range(64):
+            for n in range(8):
+                x, y = a[m, k : k + 32].tolist(), b[n, k : k + 32].tolist()
+                wanted[m, n] = hopper_sum(x, y, wanted[m, n].item())
+    exact = a.float() @ b.float().T
+    for emulator.options.hopper_sums, expected in ((True, wanted), (False, exact)):
+        out, hazards = run_on_warpgroup(body, *operands, 4, matrix("64", 32, "sm_90a"))
+        assert hazards == set()
+        if expected is wanted:
+            assert torch.equal(result_of(out), wanted)
+        else:
+            assert torch.allclose(result_of(out), exact, rtol=1e-5, atol=1e-5 * exact.abs().max())
+    assert torch.equal(wanted, exact) == (kind == "small")  # those need fewer bits
+
+
+def test_nan_stays_in_hoppers_sums(emulator):
+    emulator.options.hopper_sums = True
+    a, b = torch.ones(64, 32).to(E4M3), torch.ones(8, 32).to(E4M3)
+    a[3, 5] = torch.nan
+    step = multiply(0).replace("m64n8k16.f32.f16.f16", "m64n8k32.f32.e4m3.e4m3")
+    body = f"{ZERO} {FENCE} {step.replace(', 0, 0;', ';')} {COMMIT} {DONE.format(0)} {keep(0, 20)}"
+    operands = [spread(x.view(torch.half), "32") for x in (a, b)]
+    out, _ = run_on_warpgroup(body, *operands, 4, matrix("32", 16, "sm_90a"))
+    result = result_of(out)
+    assert result[3].isnan().all() and (result[[*range(3), *range(4, 64)]] == 32).all()
 
 
 M128_N16 = 8 << 24 | 2 << 17 | 1 << 4

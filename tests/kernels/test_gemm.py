@@ -85,7 +85,7 @@ def launch(problem, config, ctas: int) -> torch.Tensor:
     experts, n, k = problem.b.shape
     out = problem.output()
     function = compile_grouped_gemm(config, n, k, experts, target_of(config))
-    counter = torch.zeros(1, dtype=torch.int32)
+    counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     operands = (problem.a, problem.a_scale, problem.b, problem.b_scale, out, problem.expert_rows)
     function(*operands, counter, ctas * config.cluster_size)
     return out

@@ -110,6 +110,42 @@ static void matmul(float* acc, int row, int columns, const float* A, const float
     }
   }
 }
+// acc += A[M][K] * B[N][K] of e4m3 values, K = 32, as Hopper's WGMMA adds: docs/notes/gemm_sm90.md
+// has the rule. Arguments as of `matmul`.
+static void hopper_matmul(float* acc, int row, int columns, const float* A, const float* B, int M,
+                          int N) {
+  typedef float Eight __attribute__((vector_size(32), aligned(4)));
+  typedef s32 Ints __attribute__((vector_size(32), aligned(4)));
+  const int K = 32, FRACTION = 13;
+  // The power of two at or below |x|; 0 for 0. It is exact for subnormal e4m3, too.
+  auto power = [](float x) { return bits<float>(bits<u32>(x) & 0x7f800000u); };
+  Eight b[K], b_power[K];
+  for (int n = 0; n < N; n += 8) {
+    for (int k = 0; k < K; k++)
+      for (int j = 0; j < 8; j++) {
+        b[k][j] = B[(size_t)(n + j) * K + k];
+        b_power[k][j] = power(b[k][j]);
+      }
+    for (int i = 0; i < M; i++) {
+      Eight& sum = *(Eight*)(acc + (size_t)i * row + (size_t)n / 8 * columns);
+      const float* a = A + (size_t)i * K;
+      Eight largest = (Eight)((Ints)sum & 0x7f800000), plain = sum;
+      for (int k = 0; k < K; k++) {
+        Eight p = power(a[k]) * b_power[k];
+        largest = p > largest ? p : largest;
+        plain += a[k] * b[k];
+      }
+      Eight none = Eight{} + 0x1p-60f;  // all are zero
+      largest = largest > none ? largest : none;
+      Eight to_units = (float)(1 << FRACTION) / largest;
+      Ints units = __builtin_convertvector(sum * to_units, Ints);  // towards zero
+      for (int k = 0; k < K; k++) units += __builtin_convertvector(a[k] * b[k] * to_units, Ints);
+      Eight total = __builtin_convertvector(units, Eight) / to_units;
+      total = (Eight)((Ints)total & ~((1 << (23 - FRACTION)) - 1));
+      sum = plain - plain == Eight{} ? total : plain;  // NaN and infinity stay
+    }
+  }
+}
 
 static u32& tmem_cell(Cta& t, u32 lane, u32 col) { return t.tmem[(size_t)lane * 512 + col]; }
 static void tmem_check_cols(const Cta& t, u32 col, u32 n, int line, const char* what) {

@@ -330,7 +330,7 @@ static Status h_cpasync_wait(ARGS) {  // i0: for all, committed or not
   // A lane that waits sees its own copies. The other lanes see them after a synchronisation.
   // Groups are the warp's: of diverged lanes the first one's wait counts for all that wait.
   lanes(c.mask, [&](int l) { c.w.copies[l] = c.w.cpasync_done; });
-  c.w.lanes_of_copies |= c.mask;
+  if (c.w.cpasync_agent) c.w.lanes_of_copies |= c.mask;
   return NEXT;
 }
 static Status h_cpasync_mbar(ARGS) {  // i0: noinc; i1 space

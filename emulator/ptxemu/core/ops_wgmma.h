@@ -72,7 +72,10 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
         }
       }
     }
-  matmul(D[0][0][0], 8, 16 * 8, A, B, 16, N, K);
+  if (op.m->opt.hopper_sums && f == F_E4M3 && fb == F_E4M3 && !I.i2)
+    hopper_matmul(D[0][0][0], 8, 16 * 8, A, B, 16, N);
+  else
+    matmul(D[0][0][0], 8, 16 * 8, A, B, 16, N, K);
   op.launch->counts.mma_flops += 2ull * 16 * N * K;
   for (int i = 0; i < N / 4; i++) {
     auto& x = D[i / 2][i % 2];
