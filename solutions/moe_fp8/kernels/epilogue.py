@@ -12,13 +12,15 @@ With a weight scale for each channel the GEMM also calls `copy_channels` before 
 `store` runs in the warps that hold the sums, between two tiles, while the loading warps fill stages
 for the next tile. What it stages:
 
-    StoreBf16        sums -> bf16, staged -> TMA, or row by row at an expert's end
-    StoreRegisters   sums -> global memory, nothing staged
-    StoreByWarp      sums -> bf16, staged by a warp -> 16 bytes a thread (Blackwell)
-    SwigluEpilogue   sums -> SwiGLU -> FP8 terms, staged -> 16 bytes a thread
+    StoreBf16           sums -> bf16, staged -> TMA, or row by row at an expert's end
+    StoreRegisters      sums -> global memory, nothing staged
+    StoreByWarp         sums -> bf16, staged by a warp -> 16 bytes a thread (Blackwell)
+    SwigluEpilogueSm90  sums -> SwiGLU -> FP8 terms, staged -> 16 bytes a thread; likewise on
+                        Blackwell
 
-The plain stores but `StoreByWarp`, and the part of SwiGLU that both architectures share, are here;
-the rest is in `epilogue_sm90` and `epilogue_sm100`.
+The plain stores but `StoreByWarp` are here, and the way of FP8 terms to global memory
+(`StagedRows`). The rest is in `epilogue_sm90` and `epilogue_sm100`. The arithmetic of SwiGLU and
+FP8 is in `swiglu`: a row's bits depend neither on other rows, nor on config and architecture.
 """
 
 from typing import Any, NamedTuple
@@ -27,14 +29,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ..call import BLOCK
 from .configs import EPILOGUE_N, WARP, WARPGROUP
 from .dsl import BF16_VECTOR, E4M3_VECTOR, F32_VECTOR, LayoutEnum, copy_async, vector
 from .gemm_load import TmaTensor
-from .swiglu import Activation, activate_gate, activate_up
 from .sync import NamedBarrierId, count_stored
 from .tiles import Tile
 
@@ -283,103 +284,76 @@ class Quantised(NamedTuple):
     counts: cute.Tensor | None = None  # (experts,) i32: stored elements, see `sync`
 
 
-class SwigluEpilogue:
-    """`c = silu(gate) * up` (or what `swiglu` says), `q = fp8(c / scale)`, `scale = amax(|c|) /
-    448`.
+class StagedRows:
+    """The FP8 values of a tile on their way out: staged in shared memory as they are made, then
+    stored 16 bytes a thread. In the output a row's second terms lie behind its first ones.
 
-    A scale covers a row's 128 columns. With two terms the rounding error of the first FP8 value is
-    a second one, stored behind the first ones: `q[:, n / 2:] = fp8(c / scale - q[:, :n / 2])`. The
-    error is at most 1/16 of the value and needs no scale of its own: 2^-10, up to which FP8
-    rounds to 0, is 2e-6 of the largest value.
-
-    The arithmetic is that of `SwigluQuant`, but up and gate are not rounded. A row's bits depend
-    neither on the other rows nor on the config or the architecture.
-
-    An architecture's class derives from this one and adds `staging`, `store` and:
-
-        columns        columns of the result that a tile has
-        column_groups  groups of columns of a token that have a maximum of their own
+    Args:
+        config: of the GEMM; `config.quantises` terms.
+        n: columns of the sums, twice those of the result.
+        rows: of the result that a CTA makes.
+        columns: of the result that a CTA has.
     """
 
-    tma_store = False
-    smem_type = Float8E4M3FN
-    columns = BLOCK
-    column_groups: int
-
-    def __init__(self, config: Any, acc_map: Any, n: int, activation: Activation):
+    def __init__(self, config: Any, n: int, rows: int, columns: int = BLOCK):
         if n % (2 * BLOCK):
             raise ValueError(f"{config}, n={n}: expected a multiple of {2 * BLOCK}")
-        self.config, self.acc_map, self.activation = config, acc_map, activation
-        self.out_terms = config.quantises  # FP8 terms of the output
-        self.intermediate = n // 2
-        self.warps = config.consumer_warps
-        self.rows = config.tile_m  # of the result that a tile makes
-        self.pieces = self.columns // E4M3_VECTOR  # accesses of a row
+        self.terms, self.intermediate = config.quantises, n // 2
+        self.rows, self.columns = rows, columns
+        self.pieces = columns // E4M3_VECTOR  # accesses of a row
         # Bytes from a staged row to the next: 8 rows of a column then lie in different banks.
-        self.pitch = self.columns + E4M3_VECTOR
+        self.pitch = columns + E4M3_VECTOR
+        self.term_bytes = rows * self.pitch
+        self.bytes = self.terms * self.term_bytes
 
-    def output(self, out: tuple) -> Quantised:
-        """Return the fields of `Quantised`."""
-        return Quantised(*out)
-
-    def staged_rows(self, base: cute.Pointer) -> cute.Tensor:
+    def tensor(self, base: cute.Pointer) -> cute.Tensor:
         """Return the staged rows (rows, columns, terms) e4m3, which begin at `base`."""
-        shape = (self.rows, self.columns, self.out_terms)  # 64 columns on Hopper, 128 on Blackwell
-        stride = (self.pitch, 1, self.rows * self.pitch)
+        shape, stride = (self.rows, self.columns, self.terms), (self.pitch, 1, self.term_bytes)
         return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
 
-    @property
-    def staged_bytes(self) -> int:
-        return self.rows * self.pitch * self.out_terms
-
-    def activated(self, sums: cute.Tensor, first: int, second: int) -> Float32:
-        """Return `c` of a column, whose sums over the weights' two halves are at `first` and
-        `second`."""
-        gate, up = (first, second) if self.activation.gate_first else (second, first)
-        swiglu = self.activation.swiglu
-        return activate_gate(sums[gate], swiglu) * activate_up(sums[up], swiglu)
-
-    def _largest(self, staging: Any, token: Int32) -> Int32:
-        """Return the maximum over this CTA's columns, as the bits of a float32."""
-        amax = Int32(0)
-        for group in range(self.column_groups):
-            amax = cutlass.max(amax, staging.amax[group, token])
-        return amax
-
-    def _next_term(self, values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
-        """Round the values to an FP8 term. Before a later term, subtract the previous one."""
-        if term > 0:
-            values.store(values.load() - quantised.load().to(Float32))
-        quantised.store(values.load().to(Float8E4M3FN))
-
-    def _staged(self, staging: Any, row: Int32, term: int) -> cute.Pointer:
+    def place(self, staged: cute.Tensor, row: Int32, term: int) -> cute.Pointer:
         """Return the place where a term of a row is staged."""
-        return staging.rows.iterator + (term * self.rows + row) * self.pitch
+        return staged.iterator + (term * self.rows + row) * self.pitch
 
     @cute.jit
-    def _store_piece(self, output: Quantised, staging: Any, tile: Tile, row: Int32, piece: Int32):
-        """Store 16 bytes of each term of a row, if the tile's expert has the row."""
-        if row < tile.rows:
-            source = self._staged(staging, row, 0) + piece * E4M3_VECTOR
-            start = Int64(tile.row + row) * (self.out_terms * self.intermediate)
-            target = output.q.iterator + start + tile.n_tile * self.columns + piece * E4M3_VECTOR
-            for t in cutlass.range_constexpr(self.out_terms):
-                term = source + t * self.rows * self.pitch
-                to = vector(target + t * self.intermediate, E4M3_VECTOR)
-                cute.autovec_copy(vector(term, E4M3_VECTOR), to)
-
-    @cute.jit
-    def _count_tile(self, output: Quantised, tile: Tile, thread: Int32, barrier):
-        """Tell the next kernel, if it asked, that this CTA's part of a tile is stored."""
+    def store(self, output: Quantised, staged: cute.Tensor, tile: Tile, thread: Int32, barrier):
+        """Store all rows and count them; all threads of `barrier`."""
+        threads = barrier.num_threads
+        # Must come before the stores, which read what other threads have staged, and before the
+        # next tile's maxima: all threads have read these.
+        barrier.arrive_and_wait()
+        for p in cutlass.range(thread, self.rows * self.pieces, threads, unroll=1):
+            self.store_piece(output, staged, tile, p // self.pieces, p % self.pieces)
         if cutlass.const_expr(output.counts is not None):
             # Must come before the count, or it counts rows that other threads still store.
             barrier.arrive_and_wait()
             if thread == 0:
-                self._count_rows(output, tile, 0, self.rows)
+                self.count(output, tile, 0, self.rows)
 
     @cute.jit
-    def _count_rows(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
-        """Count some rows of a tile as stored; one of the threads that stored them."""
+    def store_piece(self, output: Quantised, staged: cute.Tensor, tile: Tile, row: Int32, piece):
+        """Store 16 bytes of each term of a row, if the tile's expert has the row."""
+        if row < tile.rows:
+            source = self.place(staged, row, 0) + piece * E4M3_VECTOR
+            start = Int64(tile.row + row) * (self.terms * self.intermediate)
+            target = output.q.iterator + start + tile.n_tile * self.columns + piece * E4M3_VECTOR
+            for t in cutlass.range_constexpr(self.terms):
+                to = vector(target + t * self.intermediate, E4M3_VECTOR)
+                cute.autovec_copy(vector(source + t * self.term_bytes, E4M3_VECTOR), to)
+
+    @cute.jit
+    def count(self, output: Quantised, tile: Tile, first: Int32 | int, count: int):
+        """Tell the next kernel that rows of a tile are stored (`sync`); one of the threads that
+        stored them."""
         rows = cutlass.min(tile.rows - first, count)  # tile.rows may reach past the tile
         if rows > 0:
             count_stored(output.counts, tile.expert, rows * self.columns)
+
+
+def largest(amax: cute.Tensor, token: Int32) -> Int32:
+    """Return a token's maximum over the groups of columns in `amax`, (groups, tokens) i32. They are
+    the bits of float32 that are not negative, which order like integers."""
+    most = Int32(0)
+    for group in range(cute.size(amax, mode=[0])):
+        most = cutlass.max(most, amax[group, token])
+    return most

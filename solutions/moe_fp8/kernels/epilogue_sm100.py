@@ -17,8 +17,8 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 
 from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
 from .dsl import ACCESS_BYTES, BF16_VECTOR, load, vector
-from .epilogue import Quantised, SwigluEpilogue, TilePart
-from .swiglu import Activation, block_scale, divide
+from .epilogue import Quantised, StagedRows, TilePart, largest
+from .swiglu import Activation, block_scale, divide, round_to_term
 from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_other, send_to_other
 from .tiles import Tile
 
@@ -96,28 +96,36 @@ class SwigluStagingSm100(NamedTuple):
     amax: cute.Tensor
 
 
-class SwigluEpilogueSm100(SwigluEpilogue):
-    """`SwigluEpilogue` for 128 columns a CTA, all of a scale: no CTA waits for another.
+class SwigluEpilogueSm100:
+    """SwiGLU and FP8 for 128 columns a CTA, all of a scale: no CTA waits for another.
 
     Where tokens are accumulator rows, a thread has 64 columns of its token, and the same thread of
     the other warpgroup has the others. With swap_ab a thread has one column of all tokens. The
     maxima meet in shared memory; then the quantised rows, which leave it 16 bytes at a time.
     """
 
-    def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int, activation: Activation):
-        super().__init__(config, acc_map, n, activation)
-        self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
+    tma_store = False
+    smem_type = Float8E4M3FN
 
-    @property
-    def smem_elements(self) -> int:
-        return self.staged_bytes + 4 * self.column_groups * self.config.tile_m
+    def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int, activation: Activation):
+        self.config, self.activation = config, activation
+        self.warps = config.consumer_warps
+        self.rows = config.tile_m // 2 if config.by_pairs else config.tile_m  # that a CTA makes
+        self.staged = StagedRows(config, n, self.rows)
+        # Groups of columns of a token that have a maximum of their own.
+        self.column_groups = self.warps if config.swap_ab else config.consumer_warpgroups
+        self.smem_elements = self.staged.bytes + 4 * self.column_groups * config.tile_m
+
+    def output(self, out: tuple) -> Quantised:
+        """Return the fields of `Quantised`."""
+        return Quantised(*out)
 
     def staging(self, buffer) -> Any:
         base, rows = buffer.data_ptr(), self.config.tile_m
-        amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
+        amax = cute.recast_ptr(base + self.staged.bytes, dtype=Int32)
         # (column_groups, tile_m)
         by_group = cute.make_layout((self.column_groups, rows), stride=(rows, 1))
-        return SwigluStagingSm100(self.staged_rows(base), cute.make_tensor(amax, by_group))
+        return SwigluStagingSm100(self.staged.tensor(base), cute.make_tensor(amax, by_group))
 
     @cute.jit
     def store(self, output: Quantised, staging, tiled_mma, acc, part: TilePart):
@@ -127,23 +135,13 @@ class SwigluEpilogueSm100(SwigluEpilogue):
             self._stage_columns(output, staging, acc, part.tile, part.thread, barrier)
         else:
             self._stage_row(output, staging, acc, part, barrier)
-        self._store_staged(output, staging, part.tile, part.thread, barrier)
+        self.staged.store(output, staging.rows, part.tile, part.thread, barrier)
 
     def _barrier(self) -> pipeline.NamedBarrier:
         """Return the barrier of all consumer threads."""
         return pipeline.NamedBarrier(
             barrier_id=NamedBarrierId.STAGING, num_threads=self.warps * WARP
         )
-
-    @cute.jit
-    def _store_staged(self, output: Quantised, staging, tile, thread, barrier):
-        """Store the rows that all threads have staged."""
-        # Must come before the stores, which read what other threads have staged.
-        barrier.arrive_and_wait()
-        threads = self.warps * WARP
-        for p in cutlass.range(thread, self.rows * self.pieces, threads, unroll=1):
-            self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
-        self._count_tile(output, tile, thread, barrier)
 
     @cute.jit
     def _stage_row(self, output: Quantised, staging, acc, part: TilePart, barrier):
@@ -156,21 +154,21 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         bits = cute.recast_tensor(amax, Int32)  # the register of `amax`
         amax[0] = Float32(0.0)
         for j in cutlass.range_constexpr(columns):
-            c[j] = self.activated(acc, j, columns + j)
+            c[j] = self.activation.apply(acc, j, columns + j)
             amax[0] = cute.arch.fmax(amax[0], cute.math.absf(c[j]))
         staging.amax[warpgroup, row] = bits[0]
-        # Must come before `_largest`, which reads the other warpgroup's maxima, and before the
+        # Must come before `largest`, which reads the other warpgroup's maxima, and before the
         # writes below: all have stored the rows that were staged before.
         barrier.arrive_and_wait()
-        bits[0] = self._largest(staging, row)
+        bits[0] = largest(staging.amax, row)
         scale = block_scale(amax[0], self.activation.ue8m0)
         if warpgroup == 0 and row < tile.rows:
             output.scale[tile.n_tile, tile.row + row] = scale
         divide(c, scale)
         quantised = cute.make_rmem_tensor(columns, Float8E4M3FN)  # (64,)
-        for t in cutlass.range_constexpr(self.out_terms):
-            self._next_term(c, quantised, t)
-            target = self._staged(staging, row, t) + warpgroup * columns
+        for t in cutlass.range_constexpr(self.config.quantises):
+            round_to_term(c, quantised, t)
+            target = self.staged.place(staging.rows, row, t) + warpgroup * columns
             to = cute.make_tensor(target.align(ACCESS_BYTES), cute.make_layout(columns))
             cute.autovec_copy(quantised, to)
 
@@ -183,22 +181,22 @@ class SwigluEpilogueSm100(SwigluEpilogue):
         amax = cute.make_rmem_tensor(tokens, Float32)
         bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
         for i in cutlass.range_constexpr(tokens):
-            c[i] = self.activated(sums, i, tokens + i)
+            c[i] = self.activation.apply(sums, i, tokens + i)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
             bits[i] = cute.arch.warp_redux_sync(bits[i], "max")
             if thread % WARP == i % WARP:
                 staging.amax[warp, i] = bits[i]
-        # Must come before `_largest` and the writes below, as in `_stage_row`.
+        # Must come before `largest` and the writes below, as in `_stage_row`.
         barrier.arrive_and_wait()
         for i in cutlass.range_constexpr(tokens):
-            bits[i] = self._largest(staging, Int32(i))
+            bits[i] = largest(staging.amax, Int32(i))
             amax[i] = block_scale(amax[i], self.activation.ue8m0)  # now the scale
             if thread == i and i < tile.rows:
                 output.scale[tile.n_tile, tile.row + i] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (rows,)
-        for t in cutlass.range_constexpr(self.out_terms):
-            self._next_term(c, quantised, t)
+        for t in cutlass.range_constexpr(self.config.quantises):
+            round_to_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 staging.rows[i, thread, t] = quantised[i]
 
@@ -222,13 +220,8 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
 
     def __init__(self, config: GemmConfigSm100, acc_map: Any, n: int, activation: Activation):
         super().__init__(config, acc_map, n, activation)
-        self.rows = config.tile_m // 2
         self.exchange = PairExchange(1, 1)
-
-    @property
-    def smem_elements(self) -> int:
-        theirs = 4 * self.rows * UMMA_M * PAIR_BUFFERS
-        return super().smem_elements + theirs + self.exchange.bytes
+        self.smem_elements += 4 * self.rows * UMMA_M * PAIR_BUFFERS + self.exchange.bytes
 
     @cute.jit
     def staging(self, buffer) -> SwigluPairStaging:
@@ -275,4 +268,4 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
         half = Tile(tile.expert, tile.n_tile // 2, tile.row + first, tile.rows - first)
         barrier = self._barrier()
         self._stage_columns(output, staging, sums, half, thread, barrier)
-        self._store_staged(output, staging, half, thread, barrier)
+        self.staged.store(output, staging.rows, half, thread, barrier)

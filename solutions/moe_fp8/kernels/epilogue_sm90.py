@@ -21,8 +21,8 @@ from cutlass import Float8E4M3FN, Float32, Int32
 
 from ..call import BLOCK
 from .configs import WARP, WARPGROUP_WARPS, GemmConfigSm90
-from .epilogue import Quantised, SwigluEpilogue, TilePart
-from .swiglu import Activation, block_scale, divide
+from .epilogue import Quantised, StagedRows, TilePart, largest
+from .swiglu import Activation, block_scale, divide, round_to_term
 from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_other, send_to_other
 
 
@@ -44,8 +44,8 @@ class WholeStaging(NamedTuple):
     scale: cute.Tensor  # (2, tile_m) f32: the scale of a token and its reciprocal
 
 
-class SwigluEpilogueSm90(SwigluEpilogue):
-    """`SwigluEpilogue` for 64 columns a CTA.
+class SwigluEpilogueSm90:
+    """SwiGLU and FP8 for 64 columns a CTA.
 
     A scale covers a row's 128 columns, 64 of each CTA of the cluster. The two CTAs send each other
     their maxima (`PairExchange`).
@@ -54,10 +54,13 @@ class SwigluEpilogueSm90(SwigluEpilogue):
     warps first exchange maxima and quantised values through shared memory.
     """
 
-    columns = BLOCK // 2
+    tma_store = False
+    smem_type = Float8E4M3FN
 
     def __init__(self, config: GemmConfigSm90, acc_map: Any, n: int, activation: Activation):
-        super().__init__(config, acc_map, n, activation)
+        self.config, self.acc_map, self.activation = config, acc_map, activation
+        self.staged = StagedRows(config, n, config.tile_m, columns=BLOCK // 2)
+        self.warps = config.consumer_warps
         # Without swap_ab a warp has all columns of a row.
         self.column_groups = self.warps if config.swap_ab else 0
         # Every warpgroup waits for its own rows, with swap_ab all together.
@@ -66,19 +69,23 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         )
         self.exchange = PairExchange(waits, arrivals)
         maxima = 4 * (self.column_groups + PAIR_BUFFERS)
-        self.smem_elements = self.staged_bytes + config.tile_m * maxima + self.exchange.bytes
+        self.smem_elements = self.staged.bytes + config.tile_m * maxima + self.exchange.bytes
+
+    def output(self, out: tuple) -> Quantised:
+        """Return the fields of `Quantised`."""
+        return Quantised(*out)
 
     @cute.jit
     def staging(self, buffer) -> SwigluStagingSm90:
         """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
         # One after the other: staged rows, amax, theirs, mbarriers.
-        amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
+        amax = cute.recast_ptr(base + self.staged.bytes, dtype=Int32)
         theirs = amax + rows * self.column_groups
         # (consumer warps, tile_m)
         by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return SwigluStagingSm90(
-            self.staged_rows(base),
+            self.staged.tensor(base),
             cute.make_tensor(amax, by_group) if self.column_groups else None,
             cute.make_tensor(theirs, cute.make_layout((PAIR_BUFFERS, rows), stride=(rows, 1))),
             self.exchange.initialise(theirs + rows * PAIR_BUFFERS),
@@ -103,7 +110,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         tile, warpgroup, thread, stored = part
         lane = thread % WARP
         first = thread // WARP * 16
-        pairs = self.columns // 8
+        pairs = self.staged.columns // 8
         # (column of a pair, pair, row) = (2, 8, 2)
         c = cute.make_rmem_tensor((2, pairs, 2), Float32)
         amax = cute.make_rmem_tensor(2, Float32)  # (2 rows,)
@@ -112,7 +119,7 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             for j in cutlass.range_constexpr(pairs):
                 for i in cutlass.range_constexpr(2):
                     v = i + 2 * r + 4 * j
-                    c[i, j, r] = self.activated(sums, v, v + 4 * pairs)
+                    c[i, j, r] = self.activation.apply(sums, v, v + 4 * pairs)
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
             # Four lanes have the 64 columns of a row.
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
@@ -133,25 +140,27 @@ class SwigluEpilogueSm90(SwigluEpilogue):
             scale = block_scale(amax[r], self.activation.ue8m0)
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)  # (column of a pair, pair)
             divide(c[None, None, r], scale)
-            for t in cutlass.range_constexpr(self.out_terms):
-                self._next_term(c[None, None, r], quantised, t)
+            for t in cutlass.range_constexpr(self.config.quantises):
+                round_to_term(c[None, None, r], quantised, t)
                 for j in cutlass.range_constexpr(pairs):
-                    target = self._staged(staging, row, t) + 8 * j + lane % 4 * 2
+                    target = self.staged.place(staging.rows, row, t) + 8 * j + lane % 4 * 2
                     cute.autovec_copy(
                         quantised[None, j], cute.make_tensor(target.align(2), cute.make_layout(2))
                     )
             if lane % 4 == 0 and row < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + row] = scale
         cute.arch.sync_warp()  # must come before the stores, which read what other lanes staged
-        for i in cutlass.range_constexpr(16 * self.pieces // WARP):
+        pieces = self.staged.pieces
+        for i in cutlass.range_constexpr(16 * pieces // WARP):
             p = i * WARP + lane
-            self._store_piece(output, staging, tile, first + p // self.pieces, p % self.pieces)
+            row = first + p // pieces
+            self.staged.store_piece(output, staging.rows, tile, row, p % pieces)
         # Must come before the count, or it counts rows that are not stored yet, and before the next
         # tile is staged, or it overwrites rows that other lanes still read.
         cute.arch.sync_warp()
         if cutlass.const_expr(output.counts is not None):
             if lane == 0:
-                self._count_rows(output, tile, first, 16)
+                self.staged.count(output, tile, first, 16)
 
     @cute.jit
     def _store_columns(self, output: Quantised, staging, sums, part: TilePart):
@@ -167,25 +176,22 @@ class SwigluEpilogueSm90(SwigluEpilogue):
         bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
         for i in cutlass.range_constexpr(tokens):
             v = i % 2 + i // 2 * 4
-            c[i] = self.activated(sums, v, v + 2)
+            c[i] = self.activation.apply(sums, v, v + 2)
             amax[i] = cute.arch.fmax(Float32(0.0), cute.math.absf(c[i]))  # 0 for a NaN
-            # The eight lanes with equal lane % 4 have a token's 8 columns of this warp.
-            for distance in cutlass.range_constexpr(2, 5):
-                other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
-                amax[i] = cute.arch.fmax(amax[i], other)
+            amax[i] = largest_of_warp(amax[i])
             if lane < 4:
                 staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]
         theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
         arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
         if thread == 0:
             expect_at_other(arrived, rows * 4)
-        # Must come before `_largest`, which reads the maxima of all warps, and before the writes to
+        # Must come before `largest`, which reads the maxima of all warps, and before the writes to
         # `staging.rows`: all threads have stored the previous tile's.
         barrier.arrive_and_wait()
         if thread < rows:
-            send_to_other(theirs.iterator + thread, self._largest(staging, thread), arrived)
+            send_to_other(theirs.iterator + thread, largest(staging.amax, thread), arrived)
         for i in cutlass.range_constexpr(tokens):
-            bits[i] = self._largest(staging, self.acc_map.token(i, thread))
+            bits[i] = largest(staging.amax, self.acc_map.token(i, thread))
         cute.arch.mbarrier_wait(arrived, phase)
         for i in cutlass.range_constexpr(tokens):
             token = self.acc_map.token(i, thread)
@@ -195,40 +201,51 @@ class SwigluEpilogueSm90(SwigluEpilogue):
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]
             divide(cute.make_tensor(c.iterator + i, cute.make_layout(1)), amax[i])
         quantised = cute.make_rmem_tensor(tokens, Float8E4M3FN)  # (tile_m / 4 tokens,)
-        for t in cutlass.range_constexpr(self.out_terms):
-            self._next_term(c, quantised, t)
+        for t in cutlass.range_constexpr(self.config.quantises):
+            round_to_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 token = self.acc_map.token(i, thread)
                 staging.rows[token, warp * 8 + lane // 4, t] = quantised[i]
-        # Must come before the stores, which read what all warps have staged, and before the next
-        # tile's maxima: all threads have read these.
-        barrier.arrive_and_wait()
-        for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
-            self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
-        self._count_tile(output, tile, thread, barrier)
+        self.staged.store(output, staging.rows, tile, thread, barrier)
 
 
-class WholeSwigluSm90(SwigluEpilogue):
-    """`SwigluEpilogue` where a CTA has all 128 columns of a scale: `swap_ab`, 256 weight columns.
+def largest_of_warp(value: Float32) -> Float32:
+    """Return a token's maximum over a warp's columns with `swap_ab`, which the eight lanes with
+    equal lane % 4 have."""
+    for distance in (4, 8, 16):
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, distance))
+    return value
+
+
+class WholeSwigluSm90:
+    """SwiGLU and FP8 where a CTA has all 128 columns of a scale: `swap_ab`, 256 weight columns.
 
     Each warp has 16 of the columns, 8 of each 64. One thread of a token collects the maxima of all
     warps and computes the scale and its reciprocal, which all others read.
     """
 
+    tma_store = False
+    smem_type = Float8E4M3FN
+
     def __init__(self, config: GemmConfigSm90, acc_map: Any, n: int, activation: Activation):
-        super().__init__(config, acc_map, n, activation)
-        self.column_groups = self.warps
-        self.smem_elements = self.staged_bytes + 4 * config.tile_m * (self.warps + 2)
+        self.config, self.acc_map, self.activation = config, acc_map, activation
+        self.staged = StagedRows(config, n, config.tile_m)
+        self.warps = config.consumer_warps
+        self.smem_elements = self.staged.bytes + 4 * config.tile_m * (self.warps + 2)
+
+    def output(self, out: tuple) -> Quantised:
+        """Return the fields of `Quantised`."""
+        return Quantised(*out)
 
     @cute.jit
     def staging(self, buffer) -> WholeStaging:
         rows, base = self.config.tile_m, buffer.data_ptr()
         # One after the other: staged rows, amax, scale.
-        amax = cute.recast_ptr(base + self.staged_bytes, dtype=Int32)
+        amax = cute.recast_ptr(base + self.staged.bytes, dtype=Int32)
         scale = cute.recast_ptr(amax + self.warps * rows, dtype=Float32)
         by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return WholeStaging(
-            self.staged_rows(base),
+            self.staged.tensor(base),
             cute.make_tensor(amax, by_group),
             cute.make_tensor(scale, cute.make_layout((2, rows), stride=(rows, 1))),
         )
@@ -249,17 +266,20 @@ class WholeSwigluSm90(SwigluEpilogue):
             amax[i] = Float32(0.0)
             for m in cutlass.range_constexpr(2):
                 v = i % 2 + i // 2 * 4 + m * self.acc_map.block_values
-                c[m, i] = self.activated(sums, v, v + 2)
+                c[m, i] = self.activation.apply(sums, v, v + 2)
                 amax[i] = cute.arch.fmax(amax[i], cute.math.absf(c[m, i]))  # passes over a NaN
-        self._keep_maxima(staging, amax, thread)
-        # Must come before `_largest`, which reads the maxima of all warps, and before the writes to
+        bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
+        for i in cutlass.range_constexpr(tokens):
+            amax[i] = largest_of_warp(amax[i])
+            if lane < 4:
+                staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]
+        # Must come before `largest`, which reads the maxima of all warps, and before the writes to
         # `staging.rows`: all threads have stored the previous tile's.
         barrier.arrive_and_wait()
         if thread < rows:
-            bits = cute.make_rmem_tensor(1, Int32)
-            bits[0] = self._largest(staging, thread)
-            largest = cute.recast_tensor(bits, Float32)[0]
-            scale = block_scale(largest, self.activation.ue8m0)
+            most = cute.make_rmem_tensor(1, Int32)
+            most[0] = largest(staging.amax, thread)
+            scale = block_scale(cute.recast_tensor(most, Float32)[0], self.activation.ue8m0)
             staging.scale[0, thread], staging.scale[1, thread] = scale, 1.0 / scale
             if thread < tile.rows:
                 output.scale[tile.n_tile, tile.row + thread] = scale
@@ -268,29 +288,11 @@ class WholeSwigluSm90(SwigluEpilogue):
             token = self.acc_map.token(i, thread)
             divide(c[None, i], staging.scale[0, token], inverse=staging.scale[1, token])
         quantised = cute.make_rmem_tensor((2, tokens), Float8E4M3FN)
-        for t in cutlass.range_constexpr(self.out_terms):
-            self._next_term(c, quantised, t)
+        for t in cutlass.range_constexpr(self.config.quantises):
+            round_to_term(c, quantised, t)
             for i in cutlass.range_constexpr(tokens):
                 token = self.acc_map.token(i, thread)
                 for m in cutlass.range_constexpr(2):
                     column = m * (BLOCK // 2) + warp * 8 + lane // 4
                     staging.rows[token, column, t] = quantised[m, i]
-        # Must come before the stores, which read what all warps have staged, and before the next
-        # tile's maxima: all threads have read these.
-        barrier.arrive_and_wait()
-        for p in cutlass.range(thread, rows * self.pieces, threads, unroll=1):
-            self._store_piece(output, staging, tile, p // self.pieces, p % self.pieces)
-        self._count_tile(output, tile, thread, barrier)
-
-    @cute.jit
-    def _keep_maxima(self, staging: WholeStaging, amax: cute.Tensor, thread: Int32):
-        """Write the maximum of each token over this warp's columns, which the eight lanes with
-        equal lane % 4 have."""
-        lane, warp = thread % WARP, thread // WARP
-        bits = cute.recast_tensor(amax, Int32)  # the registers of `amax`
-        for i in cutlass.range_constexpr(cute.size(amax)):
-            for distance in cutlass.range_constexpr(2, 5):
-                other = cute.arch.shuffle_sync_bfly(amax[i], 1 << distance)
-                amax[i] = cute.arch.fmax(amax[i], other)
-            if lane < 4:
-                staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]
+        self.staged.store(output, staging.rows, tile, thread, barrier)

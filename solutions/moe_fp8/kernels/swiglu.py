@@ -39,6 +39,12 @@ class Activation(NamedTuple):
     gate_first: bool  # the weights' first half is gate
     ue8m0: bool  # scales are rounded up to powers of two
 
+    def apply(self, sums: cute.Tensor, first: int, second: int) -> Float32:
+        """Return `silu(gate) * up` (or what `swiglu` says) of a column, whose sums over the
+        weights' two halves are at `first` and `second`."""
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return activate_gate(sums[gate], self.swiglu) * activate_up(sums[up], self.swiglu)
+
 
 @cute.jit
 def silu(x: Float32, alpha: float = 1.0) -> Float32:
@@ -110,6 +116,17 @@ def divide(values: cute.Tensor, scale: Float32, keep_zero_sign: bool = False, in
     else:
         for i in cutlass.range_constexpr(cute.size(values)):
             values[i] = values[i] / scale
+
+
+def round_to_term(values: cute.Tensor, quantised: cute.Tensor, term: int) -> None:
+    """Round values to an FP8 term; before the second term subtract the first one, `quantised`.
+
+    So the second term is the first one's rounding error, at most 1/16 of the value. It needs no
+    scale of its own: 2^-10, up to which FP8 rounds to 0, is 2e-6 of the largest value.
+    """
+    if term > 0:
+        values.store(values.load() - quantised.load().to(Float32))
+    quantised.store(values.load().to(Float8E4M3FN))
 
 
 # --- tokens in bfloat16 -------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """v6, fused and accurate: the intermediate as two FP8 terms. `cutedsl_moe_fp8_fused_hifi`.
 
 New, two terms: GEMM1's epilogue writes `q = fp8(c / scale)` and the rounding error,
-`fp8(c / scale - q)` (`kernels/epilogue.py:SwigluEpilogue`). GEMM2 multiplies both terms by the same
+`fp8(c / scale - q)` (`kernels/swiglu.py:round_to_term`). GEMM2 multiplies both terms by the same
 weight tile in shared memory, into one sum (`kernels/gemm_sm90.py`), and stores its rows in float32.
 
 Why: rounding the intermediate to FP8 limits the accuracy of this definition's layer. The two GEMMs'
