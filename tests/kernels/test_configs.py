@@ -24,10 +24,11 @@ from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
 from moe_fp8.kernels.epilogue_sm90 import SwigluEpilogueSm90
-from moe_fp8.kernels.fused import GEMM_CLASSES, describe_fused
-from moe_fp8.kernels.gemm_load import GatheredRows, GemmLoad
-from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90
-from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
+from moe_fp8.kernels.fused import describe_fused
+from moe_fp8.kernels.gemm_load import GatheredRows
+from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90, GemmSm90
+from moe_fp8.kernels.gemm_sm100 import GemmSm100
+from moe_fp8.kernels.grouped_gemm import GEMM_CLASSES, compile_grouped_gemm
 from moe_fp8.kernels.heuristic_sm90 import (
     EVEN,
     FEW_ROWS,
@@ -357,7 +358,7 @@ def test_what_the_first_gemm_stages():
 
 @pytest.mark.parametrize("config", COMPILED["sm_90a"], ids=str)
 def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
-    counts = GemmLoad(config, 4096, 7168, 32).counts
+    counts = GemmSm90(config, 4096, 7168, 32).load.counts
     # The rows, their scales and the weights of one K block, and the one thread that asks for them.
     rows, columns = config.tile_m, config.tile_n
     assert counts.a_bytes == rows * 128 + (rows + 4) * 4
@@ -370,7 +371,8 @@ def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
 
 def test_a_copy_in_many_arrivals_beside_tma():
     """The counts include the 64 threads that gather rows, without TMA."""
-    assert GemmLoad(GemmConfig(), 4096, 7168, 32, gather=True).counts == (65, 0, 16384, 8)
+    gathering = GemmSm90(GemmConfig(), 4096, 7168, 32, gather=True)
+    assert gathering.load.counts == (65, 0, 16384, 8)
 
 
 @pytest.mark.parametrize("config", [*COMPILED["sm_90a"], *COMPILED["sm_100a"]], ids=str)
@@ -494,12 +496,12 @@ def test_what_completes_the_barriers_of_a_stage_on_blackwell():
     """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
     for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
         config = BlackwellConfig(**cluster)
-        counts = GemmLoad(config, 4096, 7168, 32).counts
+        counts = GemmSm100(config, 4096, 7168, 32).load.counts
         assert counts == (2, 128 * 128, 128 * 128, config.cluster_size)
     # The first CTA of a pair issues the MMA: it gets both CTAs' arrivals and frees both' stages.
     pair = BlackwellConfig(cluster_m=2, mma_ctas=2)
     assert pair.b_rows == 64 and pair.stage_bytes == (128 + 64) * 128
-    assert GemmLoad(pair, 4096, 7168, 32).counts == (4, 128 * 128, 64 * 128, 1)
+    assert GemmSm100(pair, 4096, 7168, 32).load.counts == (4, 128 * 128, 64 * 128, 1)
 
 
 def test_the_gpu_tests_know_configs_of_every_architecture():

@@ -108,7 +108,6 @@ class GemmConfig:
     # The class of an architecture overrides these, as a field or a constant.
     packed = False
     ctas = 1
-    mma_ctas = 1
     producer_warpgroups = 1
     gathers = False
     slices = False
@@ -231,8 +230,8 @@ class GemmConfig:
 
     @property
     def b_rows(self) -> int:
-        """Rows of B in one CTA's shared memory. CTAs that share an MMA hold a part each."""
-        return self.tile_n // self.mma_ctas
+        """Rows of B in one CTA's shared memory."""
+        return self.tile_n
 
     @property
     def b_bytes(self) -> int:
@@ -240,11 +239,6 @@ class GemmConfig:
         if self.packed and not self.converter_warpgroups:
             return self.tile_n // BLOCK * PACKED_BYTES
         return self.b_rows * BLOCK
-
-    @property
-    def b_shares(self) -> int:
-        """CTAs that hold the same rows of B. Each loads a share for all of them."""
-        return self.cluster_m // self.mma_ctas
 
     @property
     def sfa_rows(self) -> int:
@@ -473,6 +467,10 @@ class GemmConfigSm100(GemmConfig):
                 f"accumulators={self.accumulators}: expected 0 (as many as fit) or 2 to {most}, "
                 f"of {self.acc_columns} of the {TMEM_COLUMNS} columns of tensor memory each"
             )
+
+    @property
+    def b_rows(self) -> int:
+        return self.tile_n // self.mma_ctas
 
     @property
     def acc_columns(self) -> int:

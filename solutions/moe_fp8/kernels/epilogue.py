@@ -6,9 +6,6 @@ A GEMM calls three hooks of its epilogue:
     staging  in the kernel, by all threads: makes the view of the epilogue's shared memory
     store    by all threads of a consumer warpgroup: writes its part of a tile
 
-With a weight scale for each channel the GEMM also calls `copy_channels` before its main loop, and
-`scale_channels` between the main loop and `store`.
-
 `store` runs in the warps that hold the sums, between two tiles, while the loading warps fill stages
 for the next tile. What it stages:
 
@@ -33,8 +30,8 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ..call import BLOCK
-from .configs import EPILOGUE_N, WARP, WARPGROUP
-from .dsl import BF16_VECTOR, E4M3_VECTOR, F32_VECTOR, LayoutEnum, copy_async, vector
+from .configs import EPILOGUE_N, WARPGROUP
+from .dsl import BF16_VECTOR, E4M3_VECTOR, LayoutEnum, vector
 from .gemm_load import TmaTensor
 from .sync import NamedBarrierId, count_stored
 from .tiles import Tile
@@ -51,41 +48,6 @@ class TilePart(NamedTuple):
     warpgroup: Int32  # among the consumer warpgroups
     thread: Int32  # among the consumer threads
     stored: Int32  # tiles that this warpgroup has stored before
-
-
-# --- scales of channels -------------------------------------------------------------------------
-
-
-@cute.jit
-def copy_channels(
-    config: Any,
-    n: int,
-    sfb: Any,  # (n, 1, experts) f32, in the order of tile columns
-    channels: cute.Tensor,  # (tile_n) f32, in shared memory: this warp's
-    tile: Tile,
-):
-    """Start the copy of the scales of a tile's columns; a consumer warp. The main loop hides it."""
-    cute.arch.sync_warp()  # must come before the copy: all lanes have read the previous tile's
-    for first in cutlass.range_constexpr(0, config.tile_n, WARP * F32_VECTOR):
-        column = first + cute.arch.lane_idx() * F32_VECTOR
-        if column < config.tile_n:
-            channel = tile.n_tile * config.tile_n + column
-            if cutlass.const_expr(n % config.tile_n != 0):
-                channel = cutlass.min(channel, n - F32_VECTOR)  # the tile may end outside
-            source = sfb.iterator + sfb.layout((channel, 0, tile.expert))
-            copy_async(source, channels.iterator + column, F32_VECTOR)
-    cute.arch.cp_async_commit_group()
-
-
-@cute.jit
-def scale_channels(acc: cute.Tensor, acc_map: Any, channels: cute.Tensor, thread: Int32):
-    """Multiply a tile's sums by the scales of their columns."""
-    cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_warp()  # must come before the reads of what other lanes have copied
-    # (values of a thread,)
-    flat_acc = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    for v in cutlass.range_constexpr(cute.size(acc)):
-        flat_acc[v] = flat_acc[v] * channels[acc_map.column(v, thread)]
 
 
 # --- plain stores -------------------------------------------------------------------------------

@@ -33,18 +33,14 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from ..call import ALIGNMENT, BLOCK, PACKED_BYTES, TMA_ROWS, Form, MoeShape, round_up
 from .combine import Combine
 from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
-from .configs import GemmConfigSm90, GemmConfigSm100
 from .gemm_load import ZeroTokens
-from .gemm_sm90 import GemmSm90
-from .gemm_sm100 import GemmSm100
+from .grouped_gemm import GEMM_CLASSES
 from .permute import Permute, PlaceTokens, TokensOfRows, token_arguments
 from .route import WORD_TOKENS, Route, routing_arguments
 from .swiglu import Activation, QuantisedTokens
 from .sync import Ready
 from .tiles import max_ctas
 
-GEMM_CLASSES: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
-"""The GEMM by the type of its config: the architecture."""
 O_TYPES = {1: BFloat16, 2: Float32}
 """Type of GEMM2's rows by the FP8 terms of the intermediate. Two terms make it as accurate as
 bfloat16, so rounding a pair's row would cost more than they gain."""

@@ -22,13 +22,9 @@ The consumer half, which empties the stages, is `gemm_sm90` and `gemm_sm100`. Th
     expect A's bytes at full[s]    expect B's bytes at full[s]    read the stage
     copy A and SFA to s            copy B to s                    arrive at empty[s]
 
-On Blackwell (`split_sfa`) warp 5 loads SFA into a pipeline of its own, because consumers read SFA
-after the MMA has given the stage back.
-
 In a cluster each CTA loads its share of the A tile for the CTAs in its row (cluster_n) and its
 share of the B tile for those in its column (cluster_m). Multicast writes a share to all of them.
-CTAs that share an MMA (`mma_ctas`, Blackwell) each hold their own rows of A and B; the MMA reads
-those of both.
+What Blackwell loads otherwise (SFA by itself, two CTAs for one MMA) is in `gemm_sm100`.
 
 What the previous kernel wrote is first touched after `wait_for_previous` or, with `Ready`, by
 expert after `wait_for_rows` (`sync`). With `rows_known` only A comes from the previous kernel, so
@@ -46,8 +42,9 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ..call import BLOCK, TMA_ROWS
 from .configs import WARP, WGMMA_M
@@ -69,21 +66,18 @@ CP_ASYNC_VALUES = 16
 """e4m3 values of one cp.async, and of one piece of the 128-byte swizzle."""
 EVICT_FIRST = 0x12F0000000000000
 """The L2 cache policy of that name (createpolicy.fractional.L2::evict_first) as a constant."""
-MMA_CTAS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
-"""The DSL's name for the number of CTAs that share an MMA."""
 
 
 class StageCounts(NamedTuple):
     """The arrivals and bytes that complete a phase of the two mbarriers of a stage."""
 
-    # Arrivals on `full`: of the warps that load A, and one expect-tx for B. CTAs that share an MMA
-    # all arrive on the first CTA's barrier.
+    # Arrivals on `full`: of the warps that load A, and one expect-tx for B.
     full_arrivals: int
-    a_bytes: int  # that TMA brings to a CTA, at most: A and, unless `split_sfa`, SFA
+    a_bytes: int  # that TMA brings to a CTA, at most: A and, where it comes with A, SFA
     b_bytes: int
     # Arrivals on `empty`: every reader of the stage in every CTA of the same row and column of the
     # cluster, to which copies are multicast. `PipelineTmaAsync` signals them also where nothing is
-    # multicast (`GatheredRows` in clusters of (1, 2)). CTAs that share an MMA have one reader.
+    # multicast (`GatheredRows` in clusters of (1, 2)).
     empty_arrivals: int
 
 
@@ -127,19 +121,18 @@ class GemmLoad:
     Args:
         config: the GEMM's config.
         n, k, experts: of the weights; n and k are multiples of 128.
-        gather: rows of A are copies of tokens that lie anywhere.
+        rows, weights: the classes that load A and B.
         rows_known: the previous kernel wrote nothing that this one reads but A and A's scales: not
             `expert_rows`, `counter` or the side job's tensors. Only warps that load A wait.
         side_job: work for warp 3, see `ZeroTokens.run`.
-        weights: the class that loads B.
 
     Raises:
         ValueError: a size is not supported.
     """
 
     def __init__(
-        self, config, n: int, k: int, experts: int,
-        gather=False, rows_known=False, side_job=None, weights: Any = None,
+        self, config, n: int, k: int, experts: int, rows: type, weights: type,
+        rows_known=False, side_job=None,
     ):  # fmt: skip
         for name, size in (("n", n), ("k", k)):
             if size % BLOCK:
@@ -149,16 +142,15 @@ class GemmLoad:
         self.config, self.k, self.experts = config, k, experts
         self.k_blocks = k // BLOCK
         self.rows_known, self.side_job = rows_known, side_job
-        loader = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
-        self.a_loader: Any = loader(config)
-        self.b_loader: Any = (weights or TmaWeights)(config)
+        self.a_loader: Any = rows(config)
+        self.b_loader: Any = weights(config)
         if side_job and self.a_loader.warps == len(A_WARPS):
-            raise ValueError(f"{loader.__name__} leaves no warp for {side_job}")
+            raise ValueError(f"{rows.__name__} leaves no warp for {side_job}")
         self.counts = StageCounts(
-            full_arrivals=(self.a_loader.arrivals + self.b_loader.arrivals) * config.mma_ctas,
+            full_arrivals=self.a_loader.arrivals + self.b_loader.arrivals,
             a_bytes=self.a_loader.bytes,
             b_bytes=self.b_loader.bytes,
-            empty_arrivals=config.stage_readers * (config.b_shares + config.cluster_n - 1),
+            empty_arrivals=config.stage_readers * (config.cluster_m + config.cluster_n - 1),
         )
 
     def setup(self) -> None:
@@ -323,7 +315,7 @@ class TmaWeights:
         """Make TMA's view of B, (experts, n, k) e4m3; the host function calls it."""
         c = self.config
         weights = weights_by_column(b, c)  # (n, k, experts)
-        return tma_tensor(weights, layout, (c.b_rows, BLOCK), c.b_shares, c.mma_ctas)
+        return tma_tensor(weights, layout, (c.b_rows, BLOCK), c.cluster_m)
 
     def prefetch(self, b: TmaTensor) -> None:
         cpasync.prefetch_descriptor(b.atom)
@@ -331,19 +323,16 @@ class TmaWeights:
     def begin_tile(self, b: TmaTensor, shared: SharedOperands, tile: Tile, cta) -> WeightCopies:
         """Return the `WeightCopies` of a tile."""
         c = self.config
-        # CTAs that share an MMA split a column tile's rows: `part` counts in steps of b_rows.
-        part = tile.n_tile * c.mma_ctas + cta[0] % c.mma_ctas
         # (b_rows, 128, k_blocks); with `quantises` the rows are (interleave, 2, ...)
-        gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (part, None, tile.expert))
+        gB = cute.local_tile(b.coordinates, (c.b_rows, BLOCK), (tile.n_tile, None, tile.expert))
         # ((b_rows * 128, 1), (1, stages)) and (((128, b_rows), 1), k_blocks)
-        tBsB, tBgB = tma_partition(b.atom, shared.sB, gB, cta[0] // c.mma_ctas, c.b_shares)
-        # B is shared by the CTAs of one column of the cluster, or divided among those of an MMA.
-        return WeightCopies(tBgB, tBsB, multicast_mask((c.b_shares, c.cluster_n), cta, 0))
+        tBsB, tBgB = tma_partition(b.atom, shared.sB, gB, cta[0], c.cluster_m)
+        return WeightCopies(tBgB, tBsB, multicast_mask((c.cluster_m, c.cluster_n), cta, 0))
 
     def copy(self, b: TmaTensor, copies: WeightCopies, kb, ab_pipeline, state) -> None:
         """Start the copy of K block `kb` into a free stage."""
         # This warp's arrival, with the bytes to wait for.
-        full = expect_bytes(ab_pipeline, state, self.bytes, self.config.mma_ctas)
+        full = expect_bytes(ab_pipeline, state, self.bytes)
         cute.copy(
             b.atom,
             copies.tBgB[None, kb],
@@ -376,19 +365,6 @@ def weights_by_column(b: cute.Tensor, config: Any) -> cute.Tensor:
     shape = ((group, 2, half // group), k, experts)
     stride = ((k, half * k, group * k), 1, n * k)
     return cute.make_tensor(b.iterator, cute.make_layout(shape, stride=stride))
-
-
-@cute.jit
-def float_scale(stored: Any) -> Float32:
-    """Return a weight scale; a byte is an exponent, biased by 127, and 255 a NaN (e8m0)."""
-    scale = stored
-    if cutlass.const_expr(isinstance(stored, Uint8)):
-        bits = cute.make_rmem_tensor(1, Int32)
-        bits[0] = Int32(stored) << 23
-        if stored == 0 or stored == 255:
-            bits[0] = bits[0] | (1 << 22)  # 2^-127 is subnormal; without it 255 is an infinity
-        scale = cute.recast_tensor(bits, Float32)[0]
-    return scale
 
 
 # --- A: rows that lie one after the other -------------------------------------------------------
@@ -438,15 +414,12 @@ class ContiguousRows:
 
     warps = 1  # that load
     arrivals = 1  # on a stage's `full` barrier: with the bytes that will come
-    sfa_arrivals = 1  # on the barrier of the scales' own pipeline, with `split_sfa`
     token_slots = 0  # Int32 in shared memory, for the tokens of a tile's rows, if gathered
 
     def __init__(self, config: Any):
         self.config = config
         self.sfa_bytes = config.sfa_rows * 4
-        self.bytes = config.tile_m * config.terms * BLOCK
-        if not config.split_sfa:
-            self.bytes += self.sfa_bytes
+        self.bytes = config.tile_m * config.terms * BLOCK + self.sfa_bytes
 
     def operand(self, a: cute.Tensor, sfa: cute.Tensor) -> TmaRows:
         """Make TMA's view of `a` (rows, terms * k) e4m3 and `sfa` (k / 128, rows) f32; the host
@@ -459,7 +432,7 @@ class ContiguousRows:
     def _a(self, a: cute.Tensor) -> TmaTensor:
         c = self.config
         smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)  # as `GemmLoad.a_smem`
-        return tma_tensor(a, smem, (c.tile_m, BLOCK), c.cluster_n, c.mma_ctas)
+        return tma_tensor(a, smem, (c.tile_m, BLOCK), c.cluster_n)
 
     def prefetch(self, operand: TmaRows) -> None:
         cpasync.prefetch_descriptor(operand.a.atom)
@@ -492,7 +465,11 @@ class ContiguousRows:
     def copy(self, operand: TmaRows, copies: TileCopies, kb, ab_pipeline, state, a_warp) -> None:
         """Start the copies of K block `kb` into a free stage."""
         # This warp's arrival, with the bytes to wait for.
-        full = expect_bytes(ab_pipeline, state, self.bytes, self.config.mma_ctas)
+        full = expect_bytes(ab_pipeline, state, self.bytes)
+        self._copy_a(operand, copies, kb, full, state)
+        self._copy_sfa(operand, copies, kb, full, state)
+
+    def _copy_a(self, operand: TmaRows, copies: TileCopies, kb, full, state) -> None:
         terms = self.config.terms
         # The terms of A lie side by side along k: term t of K block kb is kb + t * k_blocks.
         k_blocks = cute.size(copies.tAgA, mode=[1]) // terms
@@ -504,19 +481,8 @@ class ContiguousRows:
                 tma_bar_ptr=full,
                 mcast_mask=copies.mask,
             )
-        if not self.config.split_sfa:
-            self._copy_sfa(operand, copies, kb, full, state)
 
-    def begin_sfa_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta):
-        """Return the `TileCopies` of a tile for a warp that loads scales alone."""
-        return self.begin_tile(operand, shared, tile, cta)
-
-    def copy_sfa(self, operand: TmaRows, copies: TileCopies, kb, pipe, state) -> None:
-        """Start the copy of K block `kb`'s scales into a free stage of their own pipeline."""
-        full = expect_bytes(pipe, state, self.sfa_bytes)
-        self._copy_sfa(operand, copies, kb, full, state)
-
-    def _copy_sfa(self, operand, copies, kb, full, state) -> None:
+    def _copy_sfa(self, operand: TmaRows, copies: TileCopies, kb, full, state) -> None:
         cute.copy(
             operand.sfa.atom,
             copies.tAgSFA[None, kb],
@@ -599,14 +565,10 @@ class TokensByRow(NamedTuple):
 
 
 class TileTokens(NamedTuple):
-    """The tokens of a tile's rows.
-
-    `tokens` is (tile_m / 8, 8) i32 in shared memory, those of a lane side by side. For the scales
-    with `split_sfa` it is (ceil(tile_m / 32),) i32 in registers: those of a lane's rows.
-    """
+    """The tokens of a tile's rows."""
 
     shared: SharedOperands
-    tokens: cute.Tensor
+    tokens: cute.Tensor  # (tile_m / 8, 8) i32 in shared memory, those of a lane side by side
 
 
 class GatheredRows:
@@ -621,8 +583,6 @@ class GatheredRows:
     warps = 2
     arrivals = 2 * WARP
     bytes = 0
-    sfa_arrivals = WARP
-    sfa_bytes = 0
 
     def __init__(self, config: Any):
         # In a column of CTAs one may have a row tile behind its expert's end.
@@ -664,6 +624,12 @@ class GatheredRows:
     @cute.jit
     def copy(self, operand: TokensByRow, copies: TileTokens, kb, ab_pipeline, state, a_warp):
         """Start the copies of K block `kb` into a free stage."""
+        self._copy_a(operand, copies, kb, state, a_warp)
+        self._copy_sfa(operand, copies, kb, state, a_warp)
+        self.arrive(ab_pipeline, state)
+
+    @cute.jit
+    def _copy_a(self, operand: TokensByRow, copies: TileTokens, kb, state, a_warp):
         c = self.config
         lane = cute.arch.lane_idx()
         tokens, shared = copies.tokens, copies.shared
@@ -682,38 +648,19 @@ class GatheredRows:
             for i in cutlass.range_constexpr(at_once):
                 source = columns + Int64(some[i]) * k
                 copy_async(source, place + 8 * BLOCK * (first + i), CP_ASYNC_VALUES)
-        if cutlass.const_expr(not c.split_sfa):
-            scales, token_stride = self._scales(operand, kb)
-            place = shared.sSFA.iterator + state.index * (c.sfa_bytes // 4)
-            for i in cutlass.range(lane, c.tile_m // self.warps, WARP):
-                scale_row = self._row(a_warp, Int32(i))
-                token = tokens[scale_row // 8, scale_row % 8]
-                copy_async(scales + token * token_stride, place + scale_row, 1)
-        # Arrives when this lane's copies are done. noinc: the barrier counts it among `arrivals`.
-        cute.arch.cp_async_mbarrier_arrive_noinc(ab_pipeline.producer_get_barrier(state))
 
     @cute.jit
-    def begin_sfa_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta):
-        """Return the `TileTokens` of a tile for a warp that loads scales alone."""
-        # (ceil(tile_m / 32),): those of rows lane, lane + 32, ...
-        tokens = cute.make_rmem_tensor(-(-self.config.tile_m // WARP), Int32)
-        for i in cutlass.range_constexpr(cute.size(tokens)):
-            row = i * WARP + cute.arch.lane_idx()
-            # As in `begin_tile`.
-            within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
-            tokens[i] = operand.token_of_row[tile.row + within]
-        return TileTokens(shared, tokens)
-
-    @cute.jit
-    def copy_sfa(self, operand: TokensByRow, copies: TileTokens, kb, pipe, state):
-        """Start the copies of K block `kb`'s scales into a free stage of their own pipeline."""
+    def _copy_sfa(self, operand: TokensByRow, copies: TileTokens, kb, state, a_warp):
         scales, token_stride = self._scales(operand, kb)
         place = copies.shared.sSFA.iterator + state.index * (self.config.sfa_bytes // 4)
-        for i in cutlass.range_constexpr(cute.size(copies.tokens)):
-            row = i * WARP + cute.arch.lane_idx()
-            if row < self.config.tile_m:
-                copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
-        # As in `copy`: one of `sfa_arrivals`.
+        for i in cutlass.range(cute.arch.lane_idx(), self.config.tile_m // self.warps, WARP):
+            scale_row = self._row(a_warp, Int32(i))
+            token = copies.tokens[scale_row // 8, scale_row % 8]
+            copy_async(scales + token * token_stride, place + scale_row, 1)
+
+    def arrive(self, pipe, state) -> None:
+        """Arrive at a stage's `full` barrier when this lane's copies are done."""
+        # noinc: the barrier counts it among `arrivals`.
         cute.arch.cp_async_mbarrier_arrive_noinc(pipe.producer_get_barrier(state))
 
     def _scales(self, operand: TokensByRow, kb) -> tuple[cute.Pointer, Any]:
@@ -738,18 +685,12 @@ class GatheredRows:
 
 
 def tma_tensor(
-    tensor: cute.Tensor, smem_layout, box: tuple[int, int], multicast: int, mma_ctas: int = 1
+    tensor: cute.Tensor, smem_layout, box: tuple[int, int], multicast: int, group=CtaGroup.ONE
 ) -> TmaTensor:
-    """Make TMA's view of a tensor for copies of `box` that `multicast` CTAs share.
-
-    Copies for an MMA of `mma_ctas` CTAs are counted at the first CTA's barrier.
-    """
-    group = MMA_CTAS[mma_ctas]
-    op = (
-        cpasync.CopyBulkTensorTileG2SMulticastOp(group)
-        if multicast > 1
-        else cpasync.CopyBulkTensorTileG2SOp(group)
-    )
+    """Make TMA's view of a tensor for copies of `box` that `multicast` CTAs share. `group`: the
+    CTAs of an MMA, of which the first one's barrier counts the copies."""
+    alone, shared = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+    op = (shared if multicast > 1 else alone)(group)
     # ((8, rows / 8), (128, 1)) of A and B, (sfa_rows, 1) of SFA
     one_stage = cute.slice_(smem_layout, (None, None, 0))
     return TmaTensor(
@@ -782,17 +723,13 @@ def multicast_mask(cluster: tuple[int, int], cta: tuple[Int32, Int32], mode: int
     return cute.make_layout_image_mask(cute.make_layout(cluster), cta, mode=mode)
 
 
-def expect_bytes(pipe, state, size: int | Int32, mma_ctas: int = 1) -> cute.Pointer:
+def expect_bytes(pipe, state, size: int | Int32, cta: int | None = None) -> cute.Pointer:
     """Arrive at a stage's `full` barrier, which then expects `size` bytes, and return the barrier;
-    one warp.
-
-    For an MMA of `mma_ctas` CTAs it is the first CTA's barrier: that CTA issues the MMA when the
-    operands of all CTAs have come.
-    """
+    one warp. `cta`: of the cluster, whose barrier it is; None: this one."""
     full = pipe.producer_get_barrier(state)
     # One lane: the barrier counts one arrival of a warp that loads by TMA.
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size, 0 if mma_ctas > 1 else None)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size, cta)
     return full
 
 

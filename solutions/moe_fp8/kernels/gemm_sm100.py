@@ -63,17 +63,31 @@ from .configs import (
     WARPGROUP_WARPS,
     GemmConfigSm100,
 )
-from .dsl import SmemAllocator
-from .epilogue import StoreBf16, StoreRegisters, TilePart, copy_channels, scale_channels
+from .dsl import SmemAllocator, copy_async
+from .epilogue import StoreBf16, StoreRegisters, TilePart
 from .epilogue_sm100 import StoreByWarp, SwigluEpilogueSm100, SwigluPairEpilogueSm100
 from .gemm_load import (
-    MMA_CTAS,
     SWIZZLE_ALIGN,
+    ContiguousRows,
+    GatheredRows,
     GemmArguments,
     GemmLoad,
-    float_scale,
+    SharedOperands,
+    TileCopies,
+    TileTokens,
+    TmaRows,
+    TmaTensor,
+    TmaWeights,
+    TokensByRow,
+    WeightCopies,
+    expect_bytes,
+    l2_hint,
+    rows_layout,
+    tma_partition,
+    tma_tensor,
     weights_by_column,
 )
+from .sfb import copy_channels, load_sfb, scale_channels, stage_sfb
 from .swiglu import Activation
 from .sync import Ready, arrive_group, cluster_barrier
 from .tiles import Tile, TileQueue, TileScheduler, expert_rows_smem, rows_of_lane
@@ -81,6 +95,8 @@ from .tiles import Tile, TileQueue, TileScheduler, expert_rows_smem, rows_of_lan
 UMMA_K = 32
 MMA_WARP = WARPGROUP_WARPS
 SFA_WARP = WARPGROUP_WARPS + 1
+MMA_CTAS = {1: tcgen05.CtaGroup.ONE, 2: tcgen05.CtaGroup.TWO}
+"""The DSL's name for the number of CTAs that share an MMA."""
 TMEM_LANE = 1 << 16
 """Distance between the addresses of neighbouring lanes of tensor memory."""
 
@@ -111,7 +127,13 @@ class GemmSm100:
     ):  # fmt: skip
         if (activation is None) != (config.quantises == 0):
             raise ValueError(f"{config}: expected an activation where the config quantises")
-        self.load = GemmLoad(config, n, k, experts, gather, rows_known, side_job)
+        rows = GatheredRowsSm100 if gather else ContiguousRowsSm100
+        weights = HalvedWeights if config.mma_ctas == 2 else TmaWeights
+        self.load = GemmLoad(config, n, k, experts, rows, weights, rows_known, side_job)
+        if config.mma_ctas == 2:
+            # The first CTA's barrier counts the arrivals of both, and one MMA reads both stages.
+            full = 2 * self.load.counts.full_arrivals
+            self.load.counts = self.load.counts._replace(full_arrivals=full, empty_arrivals=1)
         self.config, self.n, self.experts = config, n, experts
         self.rows_known = rows_known
         self.k_blocks = k // BLOCK
@@ -300,7 +322,7 @@ class GemmSm100:
         """Make the pipelines. All threads of the cluster see their barriers after it."""
         c, counts = self.config, self.load.counts
         # (CTAs of an MMA, row tiles, column tiles, 1)
-        cluster = cute.make_layout((c.mma_ctas, c.b_shares, c.cluster_n, 1))
+        cluster = cute.make_layout((c.mma_ctas, c.cluster_m // c.mma_ctas, c.cluster_n, 1))
         barriers = storage.own.data_ptr()
         sfa = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -397,12 +419,11 @@ class GemmSm100:
         )
         start = tmem + consumer * c.consumer_columns  # in an address columns are the low half
 
-        # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
-        # warps do not wait for each other.
         sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
         if cutlass.const_expr(c.per_channel):
             channels = channels[None, thread // WARP]  # (tile_n)
         sfb, output = args.sfb, args.output
+        row_of = partial(self._sfb_row, consumer=consumer)
         cta = tile_sched.cta_in_cluster()
         linear, stride, total = tile_sched.first()
         queue_state = tile_sched.queue_state()
@@ -411,8 +432,8 @@ class GemmSm100:
         # (ceil(k_blocks / 32), halves): lane l has K blocks l, l + 32, ...
         next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
         if linear < total:
-            self._load_sfb(next_sfb, sfb, tile, consumer)
-            self._keep_sfb(sSFB_warp, next_sfb)
+            load_sfb(next_sfb, sfb, tile, c, row_of)
+            stage_sfb(sSFB_warp, next_sfb)
         stored = Int32(0)
         while linear < total:
             has_rows = tile.rows > 0
@@ -429,7 +450,7 @@ class GemmSm100:
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
             # Find the next tile and ask for its scales now: both take long, the store hides them.
             following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
-            self._load_sfb(next_sfb, sfb, following, consumer)
+            load_sfb(next_sfb, sfb, following, c, row_of)
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     scale_channels(acc, self.acc_map, channels, thread)
@@ -437,7 +458,7 @@ class GemmSm100:
                 self.epilogue.store(output, staging, self.tiled_mma, acc, part)
                 stored += 1
             # Must come after the main loop, or it overwrites scales that this tile still needs.
-            self._keep_sfb(sSFB_warp, next_sfb)
+            stage_sfb(sSFB_warp, next_sfb)
             tile = following
         if cutlass.const_expr(self.epilogue.tma_store):
             if thread % WARPGROUP == 0:
@@ -543,21 +564,6 @@ class GemmSm100:
             acc_state.advance()
         return acc_state, sfa_state
 
-    # --- weight scales of a tile ----------------------------------------------------------------
-
-    @cute.jit
-    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile, consumer):
-        """Load the weight scales of a warpgroup's columns to registers; a consumer warp."""
-        if cutlass.const_expr(self.config.per_channel):
-            next_sfb.fill(1.0)  # as on Hopper
-        else:
-            for half in cutlass.range_constexpr(self.halves):
-                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half, consumer), None]
-                for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
-                    kb = i * WARP + cute.arch.lane_idx()
-                    if kb < self.k_blocks:
-                        next_sfb[i, half] = float_scale(row[kb])
-
     def _sfb_row(self, n_tile: Int32, half: int, consumer: Int32) -> Int32:
         """Return the row of SFB for a warpgroup's columns, with `quantises` for those of a half."""
         c = self.config
@@ -571,16 +577,103 @@ class GemmSm100:
             column = cutlass.min(column, self.n - 1)  # a CTA of the cluster may lie outside
         return column // BLOCK
 
+
+# --- loads that differ from Hopper's ------------------------------------------------------------
+
+
+class ContiguousRowsSm100(ContiguousRows):
+    """Load A by one warp, and SFA by another one into a pipeline of its own: consumers read SFA
+    after the MMA has given the stage of A back.
+
+    CTAs that share an MMA hold their own rows of A each. The first one's barrier counts the bytes
+    of both: it issues the MMA when the operands of both have come.
+    """
+
+    sfa_arrivals = 1  # on a stage's `full` barrier of the scales' pipeline
+
+    def __init__(self, config: GemmConfigSm100):
+        super().__init__(config)
+        self.bytes -= self.sfa_bytes
+
+    def _a(self, a: cute.Tensor) -> TmaTensor:
+        c = self.config
+        smem = rows_layout(c, c.tile_m, c.num_stages * c.terms)
+        return tma_tensor(a, smem, (c.tile_m, BLOCK), c.cluster_n, MMA_CTAS[c.mma_ctas])
+
+    def copy(self, operand: TmaRows, copies: TileCopies, kb, ab_pipeline, state, a_warp) -> None:
+        first = 0 if self.config.mma_ctas > 1 else None
+        full = expect_bytes(ab_pipeline, state, self.bytes, first)
+        self._copy_a(operand, copies, kb, full, state)
+
+    def begin_sfa_tile(self, operand: TmaRows, shared: SharedOperands, tile: Tile, cta):
+        """Return the `TileCopies` of a tile for the warp that loads SFA."""
+        return self.begin_tile(operand, shared, tile, cta)
+
+    def copy_sfa(self, operand: TmaRows, copies: TileCopies, kb, pipe, state) -> None:
+        """Start the copy of K block `kb`'s scales into a free stage of their own pipeline."""
+        full = expect_bytes(pipe, state, self.sfa_bytes)
+        self._copy_sfa(operand, copies, kb, full, state)
+
+
+class GatheredRowsSm100(GatheredRows):
+    """Gather A by two warps, and SFA by another one into a pipeline of its own."""
+
+    sfa_arrivals = WARP
+    sfa_bytes = 0
+
     @cute.jit
-    def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
-        """Write a tile's weight scales to shared memory, where all lanes of the warp find them."""
-        cute.arch.sync_warp()  # must come before the writes: all lanes have read the last tile's
-        for half in cutlass.range_constexpr(self.halves):
-            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
-                kb = i * WARP + cute.arch.lane_idx()
-                if kb < self.k_blocks:
-                    sSFB_warp[kb, half] = next_sfb[i, half]
-        cute.arch.sync_warp()  # must come before the reads, or a lane reads the last tile's
+    def copy(self, operand: TokensByRow, copies: TileTokens, kb, ab_pipeline, state, a_warp):
+        self._copy_a(operand, copies, kb, state, a_warp)
+        self.arrive(ab_pipeline, state)
+
+    @cute.jit
+    def begin_sfa_tile(self, operand: TokensByRow, shared: SharedOperands, tile: Tile, cta):
+        """Return the `TileTokens` of a tile for the warp that loads SFA. Here `tokens` is
+        (ceil(tile_m / 32),) i32 in registers: those of rows lane, lane + 32, ..."""
+        tokens = cute.make_rmem_tensor(-(-self.config.tile_m // WARP), Int32)
+        for i in cutlass.range_constexpr(cute.size(tokens)):
+            row = i * WARP + cute.arch.lane_idx()
+            # As in `begin_tile`.
+            within = cutlass.max(cutlass.min(row, tile.rows - 1), 0)
+            tokens[i] = operand.token_of_row[tile.row + within]
+        return TileTokens(shared, tokens)
+
+    @cute.jit
+    def copy_sfa(self, operand: TokensByRow, copies: TileTokens, kb, pipe, state):
+        """Start the copies of K block `kb`'s scales into a free stage of their own pipeline."""
+        scales, token_stride = self._scales(operand, kb)
+        place = copies.shared.sSFA.iterator + state.index * (self.config.sfa_bytes // 4)
+        for i in cutlass.range_constexpr(cute.size(copies.tokens)):
+            row = i * WARP + cute.arch.lane_idx()
+            if row < self.config.tile_m:
+                copy_async(scales + copies.tokens[i] * token_stride, place + row, 1)
+        self.arrive(pipe, state)
+
+
+class HalvedWeights(TmaWeights):
+    """Load half of a tile's weights in each of the two CTAs of a cluster (2, 1) that share an MMA.
+    The MMA reads both halves; the first CTA's barrier counts both."""
+
+    def operand(self, b: cute.Tensor, layout) -> TmaTensor:
+        c = self.config
+        weights = weights_by_column(b, c)  # (n, k, experts)
+        return tma_tensor(weights, layout, (c.b_rows, BLOCK), 1, tcgen05.CtaGroup.TWO)
+
+    def begin_tile(self, b: TmaTensor, shared: SharedOperands, tile: Tile, cta) -> WeightCopies:
+        half = tile.n_tile * 2 + cta[0] % 2
+        # (b_rows, 128, k_blocks), as in `TmaWeights`
+        gB = cute.local_tile(b.coordinates, (self.config.b_rows, BLOCK), (half, None, tile.expert))
+        # ((b_rows * 128, 1), (1, stages)) and (((128, b_rows), 1), k_blocks)
+        tBsB, tBgB = tma_partition(b.atom, shared.sB, gB, 0, 1)
+        return WeightCopies(tBgB, tBsB, mask=None)
+
+    def copy(self, b: TmaTensor, copies: WeightCopies, kb, ab_pipeline, state) -> None:
+        full = expect_bytes(ab_pipeline, state, self.bytes, cta=0)
+        tBgB, tBsB = copies.tBgB[None, kb], copies.tBsB[None, state.index]
+        cute.copy(b.atom, tBgB, tBsB, tma_bar_ptr=full, **l2_hint(self.config))
+
+
+# --- the accumulator ----------------------------------------------------------------------------
 
 
 class AccumulatorSm100:

@@ -60,13 +60,23 @@ from .configs import (
     GemmConfigSm90,
 )
 from .dsl import SmemAllocator
-from .epilogue import StoreBf16, StoreRegisters, TilePart, copy_channels, scale_channels
+from .epilogue import StoreBf16, StoreRegisters, TilePart
 from .epilogue_sm90 import SwigluEpilogueSm90, WholeSwigluSm90
-from .gemm_load import SWIZZLE_ALIGN, GemmArguments, GemmLoad, float_scale, weights_by_column
+from .gemm_load import (
+    SWIZZLE_ALIGN,
+    ContiguousRows,
+    GatheredRows,
+    GemmArguments,
+    GemmLoad,
+    SlicedRows,
+    TmaWeights,
+    weights_by_column,
+)
 from .mxfp4 import GROUPS, SLAB_WORDS, Converters, PackedBlocks, load_slab, to_e4m3
+from .sfb import copy_channels, load_sfb, scale_channels, stage_sfb
 from .swiglu import Activation
 from .sync import Ready, arrive_group
-from .tiles import Tile, TileQueue, TileScheduler, expert_rows_smem, rows_of_lane
+from .tiles import TileQueue, TileScheduler, expert_rows_smem, rows_of_lane
 
 WGMMA_K = 32
 
@@ -89,7 +99,8 @@ class GemmSm90:
     Args:
         config: tile, cluster, pipeline and schedule.
         n, k, experts: of the weights; n and k are multiples of 128.
-        gather, rows_known, side_job: as in `GemmLoad`.
+        gather: rows of A are copies of tokens that lie anywhere.
+        rows_known, side_job: as in `GemmLoad`.
         activation: what the epilogue computes of up and gate; only with `config.quantises`.
 
     Raises:
@@ -102,9 +113,10 @@ class GemmSm90:
     ):  # fmt: skip
         if (activation is None) != (config.quantises == 0):
             raise ValueError(f"{config}: expected an activation where the config quantises")
+        rows = GatheredRows if gather else SlicedRows if config.slices else ContiguousRows
         packed = Converters if config.converter_warpgroups else PackedBlocks
-        weights = packed if config.packed else None
-        self.load = GemmLoad(config, n, k, experts, gather, rows_known, side_job, weights)
+        weights = packed if config.packed else TmaWeights
+        self.load = GemmLoad(config, n, k, experts, rows, weights, rows_known, side_job)
         self.config, self.n, self.experts = config, n, experts
         self.in_registers = config.packed and config.swap_ab  # the weights, WGMMA's first operand
         self.rows_known = rows_known
@@ -309,8 +321,6 @@ class GemmSm90:
         acc = cute.make_rmem_tensor(acc_shape, Float32)  # the sum over K blocks
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
 
-        # Each warp keeps the weight scales of its tile in its own part of shared memory, so that
-        # warps do not wait for each other.
         sSFB_warp = sSFB[None, None, thread // WARP]  # (k_blocks, halves)
         if cutlass.const_expr(c.per_channel):
             channels = channels[None, thread // WARP]  # (tile_n)
@@ -323,8 +333,8 @@ class GemmSm90:
         # (ceil(k_blocks / 32), halves): lane l has K blocks l, l + 32, ...
         next_sfb = cute.make_rmem_tensor((-(-self.k_blocks // WARP), self.halves), Float32)
         if linear < total:
-            self._load_sfb(next_sfb, sfb, tile)
-            self._keep_sfb(sSFB_warp, next_sfb)
+            load_sfb(next_sfb, sfb, tile, c, self._sfb_row)
+            stage_sfb(sSFB_warp, next_sfb)
         stored = Int32(0)
         while linear < total:
             # False where the expert ends before this warpgroup's rows.
@@ -351,7 +361,7 @@ class GemmSm90:
             linear, queue_state = tile_sched.next(linear, stride, queue_state)
             # Find the next tile and ask for its scales now: both take long, the store hides them.
             following = tile_sched.tile(cutlass.min(linear, total - 1), cta)
-            self._load_sfb(next_sfb, sfb, following)
+            load_sfb(next_sfb, sfb, following, c, self._sfb_row)
             if has_rows:
                 if cutlass.const_expr(c.per_channel):
                     scale_channels(acc, self.acc_map, channels, thread)
@@ -359,7 +369,7 @@ class GemmSm90:
                 self.epilogue.store(output, staging, self.tiled_mma, acc, part)
                 stored += 1
             # Must come after the main loop, or it overwrites scales that this tile still needs.
-            self._keep_sfb(sSFB_warp, next_sfb)
+            stage_sfb(sSFB_warp, next_sfb)
             tile = following
         if cutlass.const_expr(self.epilogue.tma_store):
             if thread % WARPGROUP == 0:
@@ -602,22 +612,6 @@ class GemmSm90:
         )
         to_e4m3(words, raw, exponents)
 
-    # --- weight scales of a tile ----------------------------------------------------------------
-
-    @cute.jit
-    def _load_sfb(self, next_sfb: cute.Tensor, sfb: cute.Tensor, tile: Tile):
-        """Load the weight scales of a tile's columns to registers; a consumer warp."""
-        if cutlass.const_expr(self.config.per_channel):
-            # The main loop must have a factor, or ptxas spills sums of 192x128 tiles.
-            next_sfb.fill(1.0)
-        else:
-            for half in cutlass.range_constexpr(self.halves):
-                row = sfb[tile.expert, self._sfb_row(tile.n_tile, half), None]  # (k_blocks)
-                for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
-                    kb = i * WARP + cute.arch.lane_idx()
-                    if kb < self.k_blocks:
-                        next_sfb[i, half] = float_scale(row[kb])
-
     def _sfb_row(self, n_tile: Int32, half: int) -> Int32:
         """Return the row of SFB for a tile's columns, or for those of one half."""
         c = self.config
@@ -629,18 +623,6 @@ class GemmSm90:
         if cutlass.const_expr(self.n % (c.tile_n * c.cluster_n) != 0):
             column = cutlass.min(column, self.n - 1)  # a CTA of the cluster may lie outside
         return column // BLOCK
-
-    @cute.jit
-    def _keep_sfb(self, sSFB_warp: cute.Tensor, next_sfb: cute.Tensor):
-        """Write a tile's weight scales to shared memory, where all lanes of the warp find them."""
-        # Must come before the writes: all lanes have read the previous tile's.
-        cute.arch.sync_warp()
-        for half in cutlass.range_constexpr(self.halves):
-            for i in cutlass.range_constexpr(cute.size(next_sfb, mode=[0])):
-                kb = i * WARP + cute.arch.lane_idx()
-                if kb < self.k_blocks:
-                    sSFB_warp[kb, half] = next_sfb[i, half]
-        cute.arch.sync_warp()  # must come before the reads, or a lane reads the previous tile's
 
 
 class AccumulatorSm90:

@@ -1,4 +1,4 @@
-"""The grouped GEMM alone, without the rest of the layer."""
+"""The grouped GEMM of each architecture, and alone, without the rest of the layer."""
 
 from typing import Any
 
@@ -9,6 +9,9 @@ from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
 from .gemm_sm90 import GemmSm90
 from .gemm_sm100 import GemmSm100
+
+GEMM_CLASSES: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
+"""The GEMM by the type of its config: the architecture."""
 
 
 @CompiledOnce
@@ -31,5 +34,4 @@ def compile_grouped_gemm(config: Any, n: int, k: int, experts: int, target: str)
         Tensor(Int32, (Extent("counters"),), align=4),
         Scalar(Int32),
     )
-    gemms: dict[type, Any] = {GemmConfigSm90: GemmSm90, GemmConfigSm100: GemmSm100}
-    return compiled(gemms[type(config)], (config, n, k, experts), arguments, target)
+    return compiled(GEMM_CLASSES[type(config)], (config, n, k, experts), arguments, target)
