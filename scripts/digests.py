@@ -12,6 +12,7 @@ GPU. `--all` takes an hour on two cores.
 
 import functools
 import importlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -65,8 +66,8 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
     from moe_fp8.kernels.architectures import of_target
     from moe_fp8.ladder import v1_loop_padding as v1
     from moe_fp8.ladder import v2_vectorised as v2
-    from moe_fp8.ladder.v3_clustered import counted_configs
-    from moe_fp8.ladder.v4_flat import flat_configs
+    from moe_fp8.ladder.v3_clustered import counted_config
+    from moe_fp8.ladder.v4_flat import flat_config
     from moe_fp8.serving.prepare import all_configs
 
     from scripts.data import load_specs, routing_bias
@@ -103,16 +104,16 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
                 "fused",
                 (shape, *configs, TARGETS[target], target),
             )
-    configs_of = {"flat": pairs(functools.partial(flat_configs, shape=shape, choose=arch.choose))}
+    configs_of = {"flat": pairs(functools.partial(flat_config, shape=shape, choose=arch.choose))}
     if definition is DEFAULT:  # only it has v1 to v3
-        configs_of |= {n: [(m.CONFIGS[target],) * 2] for n, m in (("v1", v1), ("v2", v2))}
+        configs_of |= {n: [m.CONFIGS[target]] for n, m in (("v1", v1), ("v2", v2))}
         bias, factor = torch.from_numpy(routing_bias(definition)), definition.routed_scaling_factor
         configs_of["v3"] = []  # it knows the rows of every workload
         for spec in specs:
             logits, offset = torch.from_numpy(spec.draw().logits), spec.local_expert_offset
             rows = counted("", logits, bias, offset, factor, definition).rows
             if any(rows):
-                configs_of["v3"].append(counted_configs(list(rows), shape, arch.choose))
+                configs_of["v3"].append(counted_config(list(rows), arch.choose))
     for solution, chosen in configs_of.items():
         packed = definition.packed_name(PREFIX + solution)
         names_tokens = solution in ("v1", "v2")
@@ -125,9 +126,7 @@ def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator
         ]
         if not names_tokens:
             stages.append(("permute", "permute", sizes))
-        for config, (n, k) in {
-            pair for both in chosen for pair in zip(both, definition.gemms, strict=True)
-        }:
+        for config, (n, k) in itertools.product(dict.fromkeys(chosen), definition.gemms):
             problem = config, n, k, definition.num_local_experts, target
             stages.append((f"gemm {n}x{k} {config}", "grouped_gemm", problem))
         for name, compiles, arguments in sorted(stages, key=lambda stage: stage[0]):

@@ -19,8 +19,8 @@ import torch
 from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3, TMA_ROWS
 from moe_fp8.ladder import steps
-from moe_fp8.ladder.v3_clustered import counted_configs
-from moe_fp8.ladder.v4_flat import flat_configs
+from moe_fp8.ladder.v3_clustered import counted_config
+from moe_fp8.ladder.v4_flat import flat_config
 from moe_fp8.reference import flat_rows
 
 from scripts.common import sources
@@ -285,9 +285,7 @@ class Variant:
 
 def heuristic(problem: Problem) -> Any:
     """Return the heuristic's config for known rows, as the solution v3 picks it."""
-    rows, active = problem.mean_rows, problem.active
-    choose = clock.architecture().choose
-    return choose(rows, problem.n, problem.k, even=problem.even, experts=active)
+    return clock.architecture().choose(problem.mean_rows)
 
 
 def ours(name: str, config: Any, layout: str = "flat", solution: str = "") -> Variant:
@@ -344,18 +342,15 @@ class Checker:
 def shipped(name: str, problem: Problem) -> Any:
     """Return the config that the solution launches for one of the layer's GEMMs on a workload."""
     choose = clock.architecture().choose
-    config1, config2 = (
-        flat_configs(problem.tokens or 0, DEEPSEEK_V3, choose)
-        if name == "flat"
-        else counted_configs(list(problem.rows), DEEPSEEK_V3, choose)
-    )
-    return config1 if (problem.n, problem.k) == LAYER_SHAPES["gemm1"] else config2
+    if name == "flat":
+        return flat_config(problem.tokens or 0, DEEPSEEK_V3, choose)
+    return counted_config(list(problem.rows), choose)
 
 
-def ladder(gemm: str = "gemm1", **known: Any) -> list[Any]:
-    """Return the heuristic's configs of a GEMM for uneven rows, from few rows to many."""
-    choose, shape = clock.architecture().choose, LAYER_SHAPES[gemm]
-    return list(dict.fromkeys(choose(rows, *shape, **known) for rows in range(1, MOST_ROWS)))
+def ladder(terms: int = 1) -> list[Any]:
+    """Return the heuristic's configs of a GEMM, from few rows to many."""
+    choose = clock.architecture().choose
+    return list(dict.fromkeys(choose(rows, terms) for rows in range(1, MOST_ROWS)))
 
 
 def solution_variants(name: str, problem: Problem) -> list[Variant]:
@@ -578,7 +573,7 @@ def ladder_problems() -> list[Problem]:
 
 
 def ladder_variants() -> list[Variant]:
-    """Return our kernel with the config of every step. v3 ships the last ones."""
+    """Return our kernel with the config of every step."""
     return [ours(name, config, solution="v3") for name, config in gemm_ladder.configs().items()]
 
 

@@ -1,4 +1,4 @@
-"""The steps from one plain config of the grouped GEMM to the three that ship on Hopper.
+"""The steps from one plain config of the grouped GEMM on Hopper to those that ship.
 
 A step adds one field, or one idea, to an earlier step. solutions/moe_fp8/ladder/gemm.md says which
 line of the kernel the field decides, and why that helps.

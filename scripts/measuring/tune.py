@@ -79,9 +79,10 @@ def with_pair(pair: Pair, depths: tuple[int, int] | None = None) -> Callable[...
     """Return the layer's configs as if the heuristic had picked `pair`, with `depths` stages."""
 
     def configs(tokens: int, shape: MoeShape, terms: int) -> Pair:
-        def chosen(rows: float, n: int, k: int, **known: Any) -> Any:
-            first = (n, k) == (2 * shape.intermediate_size, shape.hidden_size)
-            return pair[0] if first else pair[1]
+        picks = iter(pair)
+
+        def chosen(rows: float, terms: int = 1) -> Any:
+            return next(picks)
 
         first, second = clock.architecture().choose_layer(tokens, shape, terms, chosen)
         if depths is None:
@@ -113,7 +114,7 @@ def tune_layer(
     with other pipeline depths. The layer adds its own changes to all of these configs. A candidate
     whose output differs in a bit from the shipped pair's is an error. A GEMM's best config alone
     need not be the layer's: GEMM2 begins while GEMM1 ends."""
-    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    ladders = ladder(), ladder(terms)
     shape = MoeShape(**problems.layer.shape)
     for t in steps(tokens, lambda t: f"T={t}", lambda t: 4000 + t):
         inputs, routing = problems.of(t)

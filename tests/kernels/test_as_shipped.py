@@ -11,12 +11,11 @@ import every_config
 import pytest
 import torch
 from every_config import Job, Sizes, shipped, wrong
+from gemm_configs import SHIPPED
 from markers import backends, more
 from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.kernels import architectures
-from moe_fp8.kernels import heuristic_sm90 as sm90
-from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
 from moe_fp8.layer import make_call
 from problems import fp8, use_target
@@ -97,9 +96,8 @@ def test_the_jobs_have_every_config_that_ships(target: str) -> None:
     assert len(set(map(str, ships))) == len(ships)
     for tokens, terms in itertools.product((1, 7, 80, 901, 14107), (1, 2)):
         assert Job(of_target(target).choose_layer(tokens, DEEPSEEK_V3, terms), terms) in ships
-    of_hopper = [config for _, config in (*sm90.FEW_ROWS, *sm90.UNEVEN, *sm90.EVEN)]
-    picked = [*of_hopper, sm90.LARGEST] if target == "sm_90a" else sm100.PICKED
-    assert {Job((config,)) for config in picked} <= set(ships)
+    own = SHIPPED["sm_90a" if target == "sm_90a" else "sm_100a"]
+    assert {Job((config,)) for config in own} <= set(ships)
 
 
 @backends("emulator")

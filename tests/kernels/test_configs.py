@@ -2,7 +2,6 @@
 fused layer's two."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -17,9 +16,10 @@ import torch
 from gemm_configs import COMPILED
 from moe_fp8.cache import CACHE_VARIABLE
 from moe_fp8.call import BLOCK, CHUNK_TOKENS, Form, MoeShape, Swiglu
+from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
-from moe_fp8.kernels.configs import SMEM_BYTES, TMEM_COLUMNS, LayerRules, Schedule
+from moe_fp8.kernels.configs import SMEM_BYTES, TMEM_COLUMNS, LayerRules
 from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
@@ -29,18 +29,6 @@ from moe_fp8.kernels.gemm_load import GatheredRows
 from moe_fp8.kernels.gemm_sm90 import AccumulatorSm90, GemmSm90
 from moe_fp8.kernels.gemm_sm100 import GemmSm100
 from moe_fp8.kernels.grouped_gemm import GEMM_CLASSES, compile_grouped_gemm
-from moe_fp8.kernels.heuristic_sm90 import (
-    EVEN,
-    FEW_ROWS,
-    LARGEST,
-    LAYER,
-    MULTIPROCESSORS,
-    SMALLER,
-    TWO_TERMS,
-    TWO_TERMS_LARGEST,
-    UNEVEN,
-    choose,
-)
 from moe_fp8.kernels.swiglu import Activation
 from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
 from moe_fp8.kernels.tiles import expert_rows_smem
@@ -48,147 +36,53 @@ from moe_fp8.serving.prepare import all_configs
 
 from scripts.common.definitions import MOE, SHARED
 
-LAYERS = [(4096, 7168), (7168, 2048)]
 ROWS = [0.03, 1, 3.9, 5, 5.1, 16, 28, 41.6, 64, 65, 128, 325, 503, 640, 2048, 100_000]
 
 
-@pytest.mark.parametrize("even", [False, True])
-@pytest.mark.parametrize(("n", "k"), LAYERS)
-def test_tokens_get_larger_tiles_as_they_get_more(n, k, even):
-    configs = [choose(rows, n, k, even=even) for rows in ROWS]
+HEURISTICS = {"sm_90a": sm90, "sm_100a": sm100}
+
+
+def test_tokens_get_larger_tiles_as_they_get_more():
+    configs = [sm90.choose(rows) for rows in ROWS]
     tiles = [config.tile_m for config in configs]
     assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == 192
     assert all(config.swap_ab == (rows <= 20) for config, rows in zip(configs, ROWS, strict=True))
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_uneven_experts_never_share_a_cluster_by_rows(rows):
-    assert choose(rows, 4096, 7168).cluster_m == 1
+def test_row_tiles_of_hopper_never_share_a_cluster(rows):
+    """An expert may have an odd number of them."""
+    assert sm90.choose(rows).cluster_m == 1
 
 
-@pytest.mark.parametrize("even", [False, True])
-def test_thresholds(even):
+@pytest.mark.parametrize("target", HEURISTICS)
+def test_a_threshold_belongs_to_the_smaller_config(target):
     """Up to and including a table's number of rows its config is taken, above it the next one."""
-    table = FEW_ROWS + (EVEN if even else UNEVEN)
-    limits = [rows for rows, _ in table]
+    rules = HEURISTICS[target]
+    limits = [rows for rows, _ in rules.FEW_ROWS + rules.MANY_ROWS]
     assert limits == sorted(limits)
-    configs = [config for _, config in table] + [LARGEST]
     for i, rows in enumerate(limits):
-        assert choose(rows, 4096, 7168, even=even) == configs[i]
-        assert choose(rows * 1.0001, 4096, 7168, even=even) == configs[i + 1]
+        assert rules.choose(rows) == known.SHIPPED[target][i]
+        assert rules.choose(rows * 1.0001) == known.SHIPPED[target][i + 1]
 
 
 def test_thresholds_are_the_measured_ones():
     """docs/notes/gemm_sm90.md, fused.md have the runs; who changes one says what was measured."""
-    assert [(rows, config.tile_m) for rows, config in FEW_ROWS] == [(2, 8), (10, 16), (20, 32)]
-    assert [(rows, config.tile_m) for rows, config in UNEVEN] == [(36, 64), (96, 128)]
-    assert [(rows, config.tile_m) for rows, config in EVEN] == [
-        (64, 64), (128, 64), (192, 192), (1024, 128)
-    ]  # fmt: skip
-    assert MULTIPROCESSORS == 132
-    assert choose(48, 4096, 7168, terms=2) == TWO_TERMS[1]
-    assert choose(48.01, 4096, 7168, terms=2) == TWO_TERMS_LARGEST
+    few, many = ([(n, config.tile_m) for n, config in t] for t in (sm90.FEW_ROWS, sm90.MANY_ROWS))
+    assert few == [(2, 8), (10, 16), (20, 32)] and many == [(36, 64), (96, 128)]
+    assert sm90.MULTIPROCESSORS == 132
+    assert sm90.choose(48, terms=2) == sm90.TWO_TERMS[0][1]
+    assert sm90.choose(48.01, terms=2) == sm90.TWO_TERMS_LARGEST
+    assert [rows for rows, _ in sm100.FEW_ROWS + sm100.MANY_ROWS] == [10, 20, 95, 150]
+    assert sm100.choose(503, terms=2) == replace(sm100.LARGEST, terms=2)
 
 
 def test_nothing_is_kept_of_a_call():
     """Rows are any float: what remembered them would grow without end."""
     before = sys.getallocatedblocks()
     for i in range(10_000):
-        choose(i / 7, 4096, 7168)
+        sm90.choose(i / 7)
     assert sys.getallocatedblocks() - before < 5_000
-
-
-def wave_and_tile(config: Any, experts: int, rows: int, n: int) -> tuple[float, int]:
-    """Return the waves of a GEMM's tiles and the elements of a tile."""
-    tiles = experts * math.ceil(rows / config.tile_m) * math.ceil(n / config.tile_n)
-    return tiles / MULTIPROCESSORS, config.tile_m * config.tile_n
-
-
-def test_few_tiles_are_made_smaller_up_to_one_wave():
-    cases = itertools.product([1, 2, 4, 8, 32], [64, 128, 512], [2048, 4096, 7168])
-    smaller = 0
-    for experts, rows, n in cases:
-        usual, tile = wave_and_tile(choose(rows, n, 2048, even=True), experts, rows, n)
-        config = choose(rows, n, 2048, even=True, experts=experts)
-        waves, filled = wave_and_tile(config, experts, rows, n)
-        if filled < tile:
-            smaller += 1
-            assert waves <= 1 or math.ceil(waves) < 2 * math.ceil(usual)
-    assert smaller > 5
-    assert choose(64, 2048, 7168, even=True, experts=1).swap_ab
-    for rows, expected in ((128, SMALLER[3]), (512, SMALLER[1])):
-        config = choose(rows, 2048, 7168, even=True, experts=1)
-        assert replace(config, evict_first=False) == expected
-    assert choose(128, 7168, 2048, even=True, experts=1).cluster_m == 2
-
-
-def test_a_wave_is_a_tile_for_every_multiprocessor():
-    usual, wave = choose(64, 7168, 2048, even=True), 64 * MULTIPROCESSORS
-    filled = GemmConfig(tile_m=64, tile_n=64)
-    for n, k, expected in ((wave, 1024, filled), (wave + 128, 2048, usual)):
-        config = choose(64, n, k, even=True, experts=1)
-        assert replace(config, evict_first=False) == expected != (usual if n == wave else filled)
-
-
-@pytest.mark.parametrize(
-    ("experts", "rows", "n", "expected"),
-    [
-        (8, 512, 4096, GemmConfig(cluster_m=2, overlap=True)),  # four row tiles: two share weights
-        (8, 384, 4096, GemmConfig(overlap=True)),  # three
-        (8, 64, 7168, GemmConfig(tile_m=64, tile_n=64, cluster_n=2, overlap=True)),  # 7 < 2 * 4
-        (8, 64, 4096, GemmConfig(tile_m=64, cluster_n=2, overlap=True)),  # 4 waves, 2 * 2
-        (4, 128, 4096, GemmConfig(tile_m=64, cluster_m=2, overlap=True)),  # 128 clusters
-        (
-            4, 128, 7168,
-            GemmConfig(tile_m=64, cluster_m=2, overlap=True, schedule=Schedule.WHOLE_WAVES),
-        ),
-    ],
-)  # fmt: skip
-def test_tiles_of_even_rows_are_counted(experts, rows, n, expected):
-    config = choose(rows, n, 7168, even=True, experts=experts)
-    assert replace(config, evict_first=False) == expected
-    assert choose(rows, n, 7168, experts=experts) != expected, "rows that differ are not counted"
-
-
-def test_weights_of_a_short_gemm_leave_l2_first():
-    """8 experts with 64 rows and N=2048 have 16e9 products at K = 15258."""
-    for k, first in ((119 * 128, True), (120 * 128, False)):
-        assert choose(64, 2048, k, even=True, experts=8).evict_first == first
-    assert not choose(64, 2048, 2048, experts=8).evict_first
-
-
-def test_few_uneven_tiles_are_not_paired():
-    assert choose(128, 7168, 2048, experts=1).cluster_m == 1
-
-
-def test_thresholds_of_blackwell():
-    assert [sm100.choose(rows, 4096, 7168).tile_m for rows in (1, 10, 11, 20)] == [16, 16, 32, 32]
-    limits = [rows for rows, _ in sm100.FEW_ROWS + sm100.UNEVEN]
-    assert limits == [10, 20, 95, 150]
-    configs = [*(config for _, config in sm100.FEW_ROWS + sm100.UNEVEN), sm100.LARGEST]
-    for i, rows in enumerate(limits):
-        assert sm100.choose(rows, 4096, 7168) == configs[i]
-        assert sm100.choose(rows * 1.0001, 4096, 7168, even=True) == configs[i + 1]
-    assert sm100.choose(503, 7168, 2048, terms=2) == dataclasses.replace(sm100.LARGEST, terms=2)
-    one_wave, two = (sm100.choose(100, tiles * 128, 2048, experts=1) for tiles in (148, 149))
-    assert one_wave == sm100.ONE_WAVE[1] != two
-
-
-def test_tiles_of_one_wave_are_not_made_larger_on_blackwell():
-    """On 148 multiprocessors: 4 experts of 32 column tiles are a wave, 5 are more. Two CTAs share
-    an MMA where both have rows."""
-
-    def pick(rows: int, experts: int | None = None) -> BlackwellConfig:
-        return sm100.choose(rows, 4096, 7168, experts=experts)
-
-    pair, single = sm100.ONE_WAVE
-    wide = sm100.UNEVEN[1][1]
-    assert (pair.mma_ctas, single) == (2, sm100.UNEVEN[0][1])
-    assert pick(128, experts=4) == single
-    assert pick(128, experts=5) == pick(129, experts=4) == pick(128) == wide
-    assert pick(129, experts=2) == pick(512, experts=1) == pair
-    assert pick(513, experts=1) == pick(151, experts=3) == sm100.LARGEST
-    assert pick(4, experts=1).swap_ab
 
 
 # --- the fused layer's configs --------------------------------------------------------------------
@@ -205,7 +99,7 @@ USUAL = GemmConfig(tile_m=128)
 def layer_configs(tokens: int, picked: AnyConfig, **rules) -> tuple[Any, Any]:
     """Return the layer's configs by rules that have only the given bounds."""
     of_layer = LayerRules(**{"stages": 8, "one_wave": 0, "whole_waves": 0} | rules)
-    return of_layer.configs(tokens, SHAPE, 1, lambda rows, n, k, terms=1: picked)
+    return of_layer.configs(tokens, SHAPE, 1, lambda rows, terms=1: picked)
 
 
 @pytest.mark.parametrize(
@@ -268,19 +162,17 @@ def test_rows_above_which_the_first_gemm_takes_a_larger_config():
     for above, expected in ((41, 40), (40, 40), (39, 50)):
         asked = []
         rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(above, 50))
-        rules.configs(
-            1280, SHAPE, 1, lambda rows, n, k, terms=1, to=asked: to.append(rows) or USUAL
-        )
+        rules.configs(1280, SHAPE, 1, lambda rows, terms=1, to=asked: to.append(rows) or USUAL)
         assert asked == [expected, 40]
     rules = LayerRules(stages=8, one_wave=4, whole_waves=16, larger=(10, 24))
     asked = []
-    rules.configs(1280, SHAPE, 1, lambda rows, n, k, terms=1: asked.append(rows) or USUAL)
+    rules.configs(1280, SHAPE, 1, lambda rows, terms=1: asked.append(rows) or USUAL)
     assert asked == [40, 40], "those who have more keep them"
 
 
 def test_the_layer_s_bounds_are_the_measured_ones():
     """docs/notes/fused.md has the runs."""
-    assert LAYER == LayerRules(
+    assert sm90.LAYER == LayerRules(
         stages=8, one_wave=4, whole_waves=16, evict_first=300e6, slices=(128, 400), in_order=2,
         gathered=(512, 36), larger=(10, 24),
     )  # fmt: skip
@@ -508,8 +400,8 @@ def test_the_gpu_tests_know_configs_of_every_architecture():
     """A GPU must not be tested with another one's configs, nor without those that are picked."""
     for architecture in ARCHITECTURES.values():
         for configs in (known.OF_TARGET[architecture.target], known.FUSED[architecture.target]):
-            own = type(architecture.choose(1, 4096, 7168))
+            own = type(architecture.choose(1))
             assert {type(config) for config in configs} == {own}
-    assert set(sm100.PICKED) <= set(known.BLACKWELL)
+    assert set(known.SHIPPED["sm_100a"]) <= set(known.BLACKWELL)
     for config in known.FUSED["sm_100a"]:
         assert config.with_swiglu(2).quantises == 2

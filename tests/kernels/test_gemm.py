@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gemm_configs import SHIPPED
 from markers import backends, more
 from moe_fp8.kernels.architectures import of_target
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
 from moe_fp8.kernels.configs import Schedule
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
-from moe_fp8.kernels.heuristic_sm100 import FEW_ROWS, LARGEST, PICKED
+from moe_fp8.kernels.heuristic_sm100 import LARGEST
 from moe_fp8.ladder import steps
 from problems import FP8, UNTOUCHED, Gemm, gemm
 
 pytestmark = backends("emulator")
+PICKED = SHIPPED["sm_100a"]
 HOPPER = [
     Sm90(),
     Sm90(stages=2),
@@ -117,7 +119,7 @@ def test_exact_values(config, k, mode, emulator):
     [
         *HOPPER[::6],
         Sm100(tile_m=16, swap_ab=True, cluster_n=2, stages=3),
-        *more(*HOPPER[3::6], FEW_ROWS[0][1], LARGEST),
+        *more(*HOPPER[3::6], PICKED[0], LARGEST),
         *more(Sm100(tile_n=64, cluster_m=2, schedule=Schedule.DYNAMIC)),
     ],
     ids=name_of,
@@ -196,7 +198,7 @@ def test_columns_past_the_last_tile(config, emulator):
 
 
 @pytest.mark.parametrize(
-    "config", [Sm90(stages=3), Sm90(tile_m=8, swap_ab=True), FEW_ROWS[0][1]], ids=name_of
+    "config", [Sm90(stages=3), Sm90(tile_m=8, swap_ab=True), PICKED[0]], ids=name_of
 )
 def test_more_experts_than_lanes(config, emulator):
     """Two experts a lane; some of a lane's have no rows, some all of them."""

@@ -23,7 +23,6 @@ from moe_fp8.call import (
 )
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
-from moe_fp8.kernels.heuristic_sm90 import EVEN, LARGEST, SMALLER, choose
 from moe_fp8.ladder import steps
 from moe_fp8.ladder import v1_loop_padding as v1
 from moe_fp8.ladder import v2_vectorised as v2
@@ -451,15 +450,15 @@ def test_padded_rows(name, counts, called, monkeypatch):
 
 
 class Choose:
-    """Two configs, and a record of what was asked."""
+    """A config, and a record of what was asked."""
 
-    def __init__(self, tile1: int, tile2: int):
-        self.configs = [GemmConfig(tile_m=tile, swap_ab=True) for tile in (tile1, tile2)]
-        self.asked: list[tuple] = []
+    def __init__(self, config: GemmConfig):
+        self.config = config
+        self.asked: list[float] = []
 
-    def __call__(self, rows_per_expert: float, n: int, k: int, **known) -> GemmConfig:
-        self.asked.append((rows_per_expert, n, k, *known.items()))
-        return self.configs[len(self.asked) - 1]
+    def __call__(self, rows_per_expert: float) -> GemmConfig:
+        self.asked.append(rows_per_expert)
+        return self.config
 
 
 def use(monkeypatch, choose: Choose) -> None:
@@ -467,28 +466,23 @@ def use(monkeypatch, choose: Choose) -> None:
     monkeypatch.setattr(architectures, "of_device", lambda device: fake)
 
 
-@pytest.mark.parametrize("tiles", [(8, 8), (64, 16), (32, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("tile", [8, 64, 192])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_aligned_rows(counts, tiles, called, monkeypatch):
-    """A row of a tile of either GEMM must not be another expert's; 192 and 128 do not divide each
-    other."""
+def test_aligned_rows(counts, tile, called, monkeypatch):
+    """A row of a tile must not be another expert's."""
     shape, inputs, rows = counted(counts)
-    choose = Choose(8, 8)
-    if 192 in tiles:
-        choose.configs = [GemmConfig(tile_m=192, cluster_n=2), GemmConfig()]
-    else:
-        choose = Choose(*tiles)
+    many = GemmConfig(tile_m=192, cluster_n=2)
+    choose = Choose(many if tile == 192 else GemmConfig(tile_m=tile, swap_ab=True))
     use(monkeypatch, choose)
     monkeypatch.setattr(steps, "route", lambda *arguments, with_tokens: rows)
     LAYERS["v3"](inputs, torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16), shape)
     (_, permute), (_, gemm1), (_, swiglu), (_, gemm2), (_, combine) = called
-    tile = 384 if 192 in tiles else max(tiles)
     padded = [-(-count // tile) * tile for count in counts]
     starts = [sum(padded[:expert]) for expert in range(len(counts))]
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
-    for gemm, config in zip((gemm1, gemm2), choose.configs, strict=True):
+    for gemm in (gemm1, gemm2):
         assert gemm[5].tolist() == [starts, ends] and gemm[5].dtype == torch.int32
-        assert len(gemm[0]) == len(gemm[4]) == sum(padded) and gemm[6] is config
+        assert len(gemm[0]) == len(gemm[4]) == sum(padded) and gemm[6] is choose.config
     assert int(swiglu[3][-1]) == sum(padded) and sum(padded) % 4 == 0
     wanted = torch.full_like(rows.pair_row, -1)
     for expert, count in enumerate(counts):
@@ -500,33 +494,10 @@ def test_aligned_rows(counts, tiles, called, monkeypatch):
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_clustered_says_all_that_it_knows(counts):
-    """The host of v3 has the counts, so every branch of the heuristic serves a solution."""
-    choose = Choose(64, 16)
-    assert [*v3.counted_configs(counts, DEEPSEEK_V3, choose)] == choose.configs
-    active = [count for count in counts if count]
-    rows_per_expert, even = sum(counts) / len(active), len(set(active)) == 1
-    known = ("even", even), ("experts", len(active))
-    assert choose.asked == [
-        (rows_per_expert, 4096, 7168, *known),
-        (rows_per_expert, 7168, 2048, *known),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("counts", "config"),
-    [
-        ([128, 0, 128], SMALLER[0]),
-        ([64, 0, 63], SMALLER[2]),
-        ([0, 30, 0], SMALLER[-1]),
-        ([300] * 8, EVEN[-1][1]),
-        ([300] * 7 + [299], LARGEST),
-    ],
-    ids=str,
-)
-def test_clustered_uses_all_that_the_heuristic_knows(counts, config):
-    first, _ = v3.counted_configs(counts, DEEPSEEK_V3, choose)
-    assert replace(first, evict_first=False) == config
+def test_clustered_chooses_by_the_mean_rows_of_experts_that_have_any(counts):
+    choose = Choose(GemmConfig())
+    assert v3.counted_config(counts, choose) is choose.config
+    assert choose.asked == [sum(counts) / sum(count > 0 for count in counts)]
 
 
 # --- rows of flat -------------------------------------------------------------------------------
@@ -537,27 +508,25 @@ def test_clustered_uses_all_that_the_heuristic_knows(counts, config):
     # With x = T / 32 rows an expert on average, x / (1 - exp(-x)) for those that have any.
     [(1, 1.0157), (80, 2.7236), (3, 1.0476), (4096, 128.0)],
 )
-def test_flat_configs_follow_from_the_number_of_tokens(tokens, expected):
-    choose = Choose(64, 8)
-    assert [*v4.flat_configs(tokens, DEEPSEEK_V3, choose)] == choose.configs
-    (rows1, *shape1), (rows2, *shape2) = choose.asked
-    assert rows1 == rows2 == pytest.approx(expected, abs=1e-4)
-    assert (shape1, shape2) == ([4096, 7168], [7168, 2048])
+def test_flat_config_follows_from_the_number_of_tokens(tokens, expected):
+    choose = Choose(GemmConfig())
+    assert v4.flat_config(tokens, DEEPSEEK_V3, choose) is choose.config
+    assert choose.asked == [pytest.approx(expected, abs=1e-4)]
 
 
 @pytest.mark.parametrize(("local", "rows"), [(32, 56), (3, 24)])
 def test_flat_rows(local, rows, called, weights, monkeypatch):
     """Rows lie as the routing numbers them. There are as many as 7 tokens can have: each has at
     most 8 experts and at most those that are here, in all a multiple of 4."""
-    shape, choose = replace(SMALL, num_local_experts=local), Choose(64, 8)
+    shape, choose = replace(SMALL, num_local_experts=local), Choose(GemmConfig(tile_m=64))
     use(monkeypatch, choose)
     some = {name: tensor[:local] for name, tensor in weights.items()}
     inputs = bruteforce.random_inputs(shape, 7, 32, 3, some, favourite=33)
     output_of(v4.moe, inputs, shape)
     _, (_, permute), (_, gemm1), (_, swiglu), (_, gemm2), (_, combine) = called
     routed = steps.route(inputs, shape, with_tokens=False)
-    for gemm, config in zip((gemm1, gemm2), choose.configs, strict=True):
-        assert len(gemm[0]) == len(gemm[4]) == rows and gemm[6] is config
+    for gemm in (gemm1, gemm2):
+        assert len(gemm[0]) == len(gemm[4]) == rows and gemm[6] is choose.config
         assert gemm[5].tolist() == [routed.m_indptr[:-1].tolist(), routed.m_indptr[1:].tolist()]
         assert gemm[5].stride() == (1, 1), "a view: no launch and no copy"
     assert torch.equal(swiglu[3], routed.m_indptr) and torch.equal(permute[2], routed.pair_row)

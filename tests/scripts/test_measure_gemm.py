@@ -475,7 +475,7 @@ def test_each_architectures_own_configs_are_timed(name, monkeypatch) -> None:
     monkeypatch.setattr(clock, "architecture", lambda: architecture)
     n, k = LAYER_SHAPES["gemm1"]
     rungs = gemm.ladder()
-    assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.UNEVEN)] + [rules.LARGEST]
+    assert rungs == [config for _, config in (*rules.FEW_ROWS, *rules.MANY_ROWS)] + [rules.LARGEST]
     for tokens in (1, 80, 901, 14107):
         problem = Problem((tokens,) * 32, n, k, tokens)
         chosen = [heuristic(problem), *(gemm.shipped(s, problem) for s in LAYOUTS)]

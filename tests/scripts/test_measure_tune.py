@@ -38,7 +38,7 @@ def test_by_default_every_pair_that_is_picked_is_tried(architecture, monkeypatch
     chosen = [{tune.picked(t, DEEPSEEK_V3, 1) for t in counts} for counts in (TUNED_TOKENS, TOKENS)]
     assert chosen[0] == chosen[1]
     # So is every config of the two ladders, in a pair beside one of these.
-    ladders = ladder("gemm1"), ladder("gemm2", terms=1)
+    ladders = ladder(), ladder()
     tried = {pair for shipped in chosen[0] for pair in tune.pairs(shipped, ladders)}
     assert [set(configs) for configs in zip(*tried, strict=True)] == list(map(set, ladders))
 
@@ -49,7 +49,7 @@ def test_the_shipped_pair_is_made_as_it_ships(tokens, terms) -> None:
     pair = tune.picked(tokens, DEEPSEEK_V3, terms)
     config = tune.with_pair(pair)(tokens, DEEPSEEK_V3, terms)
     assert config == HOPPER.choose_layer(tokens, DEEPSEEK_V3, terms)
-    pairs = tune.pairs(pair, (ladder("gemm1"), ladder("gemm2", terms=terms)))
+    pairs = tune.pairs(pair, (ladder(), ladder(terms)))
     assert pairs[0] == pair and len(set(pairs)) == len(pairs)
 
 
@@ -58,7 +58,7 @@ def test_every_pair_is_one_that_the_kernels_take(terms) -> None:
     """The classes check a config; with its epilogue, its way to load and its terms."""
     from moe_fp8.kernels.fused import FusedMoe
 
-    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    ladders = ladder(), ladder(terms)
     assert [len(set(rungs)) for rungs in ladders] == [len(rungs) for rungs in ladders]
     for pair in itertools.product(*ladders):
         for tokens in (80, 2048):
@@ -76,7 +76,7 @@ def test_pairs_are_those_beside() -> None:
 
 @pytest.mark.parametrize("terms", [1, 2])
 def test_with_few_rows_other_depths_are_tried(terms) -> None:
-    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    ladders = ladder(), ladder(terms)
     trials = tune.candidates(tune.picked(4, DEEPSEEK_V3, terms), ladders)
     assert next(iter(trials.values()))(4, DEEPSEEK_V3, terms) == HOPPER.choose_layer(
         4, DEEPSEEK_V3, terms
@@ -108,7 +108,7 @@ def test_the_pairs_are_those_of_the_terms(terms: int, measure, monkeypatch) -> N
     monkeypatch.setattr(cases, "problems_of", Problems)
     monkeypatch.setattr(tune, "device_times", timed_alike)
     done, recorded = measure("tune_layer", "--tokens", "901", *["--accurate"] * (terms - 1))
-    ladders = ladder("gemm1"), ladder("gemm2", terms=terms)
+    ladders = ladder(), ladder(terms)
     wanted = tune.candidates(tune.picked(901, DEEPSEEK_V3, terms), ladders)
     assert done.returncode == 0 and {row["subject"] for row in recorded.rows} == set(wanted)
 

@@ -13,6 +13,11 @@ from moe_fp8.kernels.configs import Schedule
 
 from scripts.common.definitions import MXFP4
 
+SHIPPED = {
+    target: [*(config for _, config in (*rules.FEW_ROWS, *rules.MANY_ROWS)), rules.LARGEST]
+    for target, rules in (("sm_90a", sm90), ("sm_100a", sm100))
+}
+"""What the heuristics pick, with one term."""
 HOPPER = (
     Sm90(),
     Sm90(tile_m=64),
@@ -39,7 +44,7 @@ BLACKWELL = (
     Sm100(cluster_m=2),
     Sm100(cluster_n=2),
     Sm100(cluster_m=2, schedule=Schedule.DYNAMIC),
-    *(config for config in sm100.PICKED if config != Sm100()),
+    *(config for config in SHIPPED["sm_100a"] if config != Sm100()),
     Sm100(tile_n=64, cluster_m=2, mma_ctas=2, stages=2, accumulators=2),
     Sm100(tile_m=64, swap_ab=True),
     Sm100(tile_m=32, swap_ab=True, cluster_n=2),
@@ -47,17 +52,6 @@ BLACKWELL = (
 OF_TARGET = {"sm_90a": HOPPER, "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 """Configs by the compiler's name of an architecture. Tests compare the others with the first."""
 
-SHIPPED = {  # what the heuristics can pick
-    "sm_90a": list(
-        dict.fromkeys(
-            [
-                *(config for _, config in (*sm90.FEW_ROWS, *sm90.UNEVEN, *sm90.EVEN)),
-                *(sm90.LARGEST, *sm90.SMALLER),
-            ]
-        )
-    ),
-    "sm_100a": list(sm100.PICKED),
-}
 _MORE = {
     "sm_90a": [
         Sm90(tile_m=64, tile_n=64, stages=4),

@@ -574,12 +574,12 @@ class LayerRules(NamedTuple):
         self, tokens: int, shape: MoeShape, terms: int, pick: Callable[..., Any]
     ) -> tuple[Any, Any]:
         """Return the configs of GEMM1 and GEMM2 for T tokens, at least one. `pick` is a heuristic's
-        `choose`."""
+        `choose`; it is asked for GEMM1, then for GEMM2."""
         rows = expected_rows(tokens * shape.top_k, shape.num_experts)
         h, i = shape.hidden_size, shape.intermediate_size
         above, pick_as = self.larger
-        config1 = pick(max(rows, pick_as) if rows > above else rows, 2 * i, h)
-        config2 = pick(rows, h, i, terms=terms)
+        config1 = pick(max(rows, pick_as) if rows > above else rows)
+        config2 = pick(rows, terms=terms)
         local_rows = tokens * shape.top_k * shape.num_local_experts / shape.num_experts
         early = not config2.swap_ab or local_rows > self.one_wave  # GEMM2 starts while GEMM1 runs
         early = early and i // BLOCK > self.in_order

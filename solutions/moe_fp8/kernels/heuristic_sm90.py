@@ -3,7 +3,6 @@
 docs/notes/gemm_sm90.md and docs/notes/fused.md have the measurements behind every number (H200).
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,24 +21,16 @@ FEW_ROWS = (
 # With many rows CTAs side by side share the tokens of their tiles, however many rows an expert has.
 # Above 36 rows on average, a rank with more than its share has experts of more than 64 rows,
 # whose weights tiles of 64 rows would read twice.
-UNEVEN = (
+MANY_ROWS = (
     (36, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True)),
     (96, GemmConfigSm90(cluster_n=2)),
-)
-# For experts with equally many rows. With 65 to 128 rows each has exactly two row tiles, whose
-# CTAs, one below the other, share its weights. With 129 to 192 rows one tile holds them all.
-EVEN = (
-    (64, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True)),
-    (128, GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True)),
-    (192, GemmConfigSm90(tile_m=192, stages=4, schedule=Schedule.DYNAMIC, unroll=True)),
-    (1024, GemmConfigSm90(overlap=True)),
 )
 # Three warpgroups keep the tensor cores busier than two, and waste less at an expert's end. Tiles
 # on demand even out their cost.
 LARGEST = GemmConfigSm90(tile_m=192, cluster_n=2, stages=4, schedule=Schedule.DYNAMIC, unroll=True)
 # Two terms are two products a K block: the GEMM waits for the tensor cores sooner, and a tile's
 # empty rows cost more.
-TWO_TERMS = (48, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True, terms=2))
+TWO_TERMS = ((48, GemmConfigSm90(tile_m=64, cluster_n=2, overlap=True, terms=2)),)
 TWO_TERMS_LARGEST = GemmConfigSm90(
     tile_m=192, cluster_n=2, schedule=Schedule.DYNAMIC, unroll=True, terms=2
 )
@@ -59,40 +50,14 @@ PACKED_ROWS = (
 )
 PACKED_STAGES = 6
 """Stages of a GEMM whose tiles are a single wave: more delay the next kernel."""
-SMALLER = (
-    GemmConfigSm90(tile_m=64, cluster_m=2, overlap=True),
-    GemmConfigSm90(tile_n=64, cluster_m=2),
-    GemmConfigSm90(tile_m=64, tile_n=64),
-    GemmConfigSm90(tile_m=64, tile_n=64, cluster_m=2),
-    GemmConfigSm90(tile_m=16, tile_n=64, swap_ab=True),
-    GemmConfigSm90(tile_m=16, tile_n=64, cluster_m=2, swap_ab=True),
-)
-"""Smaller tiles for a GEMM that would leave SMs idle, the largest first."""
-EVICT_FIRST_PRODUCTS = 16e9
-"""Multiply-adds of a GEMM with even rows up to which its weights leave L2 first."""
 
 
-def choose(
-    rows_per_expert: float, n: int, k: int, even=False, experts=None, terms=1
-) -> GemmConfigSm90:
-    """Return the config for active experts with about `rows_per_expert` rows and weights `[n, k]`.
-
-    The number of rows is an expectation: every config computes any number. A caller that knows more
-    passes `even` (the active experts have equally many rows) and `experts` (their number): where
-    their tiles would leave most of the GPU idle, smaller ones are taken. `terms`: FP8 terms of A.
-    With two of them `even` and `experts` change nothing.
-    """
-    many = (TWO_TERMS,) if terms > 1 else EVEN if even else UNEVEN
-    largest = TWO_TERMS_LARGEST if terms > 1 else LARGEST
+def choose(rows_per_expert: float, terms: int = 1) -> GemmConfigSm90:
+    """Return the config for active experts with about `rows_per_expert` rows. It is an expectation:
+    every config computes any number. `terms`: FP8 terms of A."""
+    many, largest = (TWO_TERMS, TWO_TERMS_LARGEST) if terms > 1 else (MANY_ROWS, LARGEST)
     fitting = (config for rows, config in FEW_ROWS + many if rows_per_expert <= rows)
-    config = next(fitting, largest)
-    if terms > 1:
-        return replace(config, terms=terms)
-    if experts is None or config.swap_ab:
-        return config
-    rows = math.ceil(rows_per_expert)
-    config = _fill(config, rows, n, experts, even)
-    return _of_even_rows(config, rows, n, k, experts) if even else config
+    return replace(next(fitting, largest), terms=terms)
 
 
 # GEMM1 has swapped tiles of 8 or 16 rows only (`larger`), so whole_waves=16 admits them all. An
@@ -135,36 +100,3 @@ def packed_layer(tokens: int, shape: MoeShape, terms: int = 1) -> tuple[Any, Any
     config2 = replace(config, schedule=schedule, terms=terms)
     experts = shape.num_local_experts
     return config1.with_room_for(experts), config2.with_room_for(experts)
-
-
-def _fill(config: GemmConfigSm90, rows: int, n: int, experts: int, even: bool) -> GemmConfigSm90:
-    """Return the last config of `SMALLER` whose tiles fit one wave, `config` if there is none. A
-    wave takes as long as one tile, however many tiles it has."""
-    for smaller in SMALLER:
-        m_tiles = math.ceil(rows / smaller.tile_m)
-        whole = smaller.cluster_m == 1 or (even and m_tiles % smaller.cluster_m == 0)
-        if whole and _waves(smaller, rows, n, experts) <= 1:
-            config = smaller
-    return config
-
-
-def _of_even_rows(
-    config: GemmConfigSm90, rows: int, n: int, k: int, experts: int
-) -> GemmConfigSm90:
-    """Return the config for experts with the same number of rows, whose tiles can be counted."""
-    if config.tile_m == 128 and config.tile_n == 128 and math.ceil(rows / 128) % 2 == 0:
-        config = replace(config, cluster_m=2)  # two row tiles share the weights
-    if config.tile_m == 64 and config.tile_n == 128 and config.cluster_n == 2:
-        halves = replace(config, tile_n=64)
-        halved, whole = (_waves(each, rows, n, experts) for each in (halves, config))
-        if math.ceil(halved) < 2 * math.ceil(whole):
-            config = halves  # the last wave is fuller
-    if config.tile_m == 64 and config.cluster_m == 2 and _waves(config, rows, n, experts) > 2:
-        config = replace(config, schedule=Schedule.WHOLE_WAVES)
-    return replace(config, evict_first=experts * rows * n * k <= EVICT_FIRST_PRODUCTS)
-
-
-def _waves(config: GemmConfigSm90, rows: int, n: int, experts: int) -> float:
-    """Return the tiles of a GEMM for each multiprocessor."""
-    tiles = experts * math.ceil(rows / config.tile_m) * math.ceil(n / config.tile_n)
-    return tiles / MULTIPROCESSORS

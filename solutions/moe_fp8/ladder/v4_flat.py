@@ -5,7 +5,7 @@ New, the rows: all experts' rows follow each other without a gap. The GEMM reads
 last row stores only the expert's rows.
 
 New, the host: buffers have room for the most rows of T tokens, grids are persistent, and configs
-follow from T (`flat_configs`). So the host waits for nothing on the GPU, and a CUDA graph that
+follow from T (`flat_config`). So the host waits for nothing on the GPU, and a CUDA graph that
 captured a call serves any routing of T tokens.
 
 Why: v3's host waits for the routing to learn the number of rows. Meanwhile it launches nothing, and
@@ -40,11 +40,9 @@ SOLUTION = {
 }
 
 
-def flat_configs(tokens: int, shape: MoeShape, choose: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return both GEMMs' configs for a number of tokens, at least one."""
-    mean_rows = expected_rows(tokens * shape.top_k, shape.num_experts)
-    h, i = shape.hidden_size, shape.intermediate_size
-    return choose(mean_rows, 2 * i, h), choose(mean_rows, h, i)
+def flat_config(tokens: int, shape: MoeShape, choose: Callable[..., Any]) -> Any:
+    """Return the GEMMs' config for a number of tokens, at least one."""
+    return choose(expected_rows(tokens * shape.top_k, shape.num_experts))
 
 
 @steps.layer
@@ -53,9 +51,8 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
     tokens = output.shape[0]
 
-    # 1. Choose the configs for T and allocate.
-    choose = architectures.of_device(output.device).choose
-    config1, config2 = flat_configs(tokens, shape, choose)
+    # 1. Choose the config for T and allocate.
+    config = flat_config(tokens, shape, architectures.of_device(output.device).choose)
     num_rows = round_up(tokens * min(shape.top_k, shape.num_local_experts), TMA_ROWS)
     a, a_scale, g, q, q_scale, o = steps.workspace(output, num_rows, shape)
 
@@ -68,14 +65,14 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
 
     # 4. GEMM1.
     w13, w13_scale = inputs.gemm1_weights, inputs.gemm1_weights_scale
-    steps.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, config1)
+    steps.grouped_gemm(a, a_scale, w13, w13_scale, g, expert_rows, config)
 
     # 5. SwiGLU, quantise.
     steps.swiglu_quant(g, q, q_scale, routed.m_indptr, shape.swiglu, shape.ue8m0)
 
     # 6. GEMM2, combine.
     w2, w2_scale = inputs.gemm2_weights, inputs.gemm2_weights_scale
-    steps.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, config2)
+    steps.grouped_gemm(q, q_scale, w2, w2_scale, o, expert_rows, config)
     steps.combine(o, routed.pair_row, routed.weights, output)
 
 
