@@ -37,7 +37,7 @@ EPILOGUE_N = 64
 MAX_SFB = 128
 """Weight scales of a tile that a warp has room for: one a K block, two with up and gate."""
 SFA_STAGES = 8
-"""K blocks of token scales in shared memory, where they have a pipeline of their own."""
+"""K blocks of token scales in shared memory on Blackwell."""
 WGMMA_M = 64
 """Rows of one WGMMA, which a warpgroup issues."""
 OTHER_REGISTERS = 32
@@ -111,8 +111,6 @@ class GemmConfig:
     producer_warpgroups = 1
     gathers = False
     slices = False
-    split_sfa = False
-    """True if the token scales have a pipeline of their own, and do not come with the rows."""
 
     def check(self, **legal: tuple[int, ...]) -> None:
         """Raise a ValueError if a field has none of its `legal` values or the stages do not fit."""
@@ -252,12 +250,12 @@ class GemmConfig:
 
     @property
     def sfa_stages(self) -> int:
-        return SFA_STAGES if self.split_sfa else self.num_stages
+        """K blocks of token scales in shared memory. They come with the rows."""
+        return self.num_stages
 
     @property
     def stage_bytes(self) -> int:
-        sfa = 0 if self.split_sfa else self.sfa_bytes
-        return self.tile_m * self.terms * BLOCK + self.b_bytes + sfa
+        return self.tile_m * self.terms * BLOCK + self.b_bytes + self.sfa_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -269,8 +267,6 @@ class GemmConfig:
         """Shared memory beside the stages: staging and scales; in 2048 bytes the barriers, the tile
         queue, the gathered tokens and the alignment."""
         scales = self.consumer_warps * (MAX_SFB + self.channels) * 4
-        if self.split_sfa:
-            scales += SFA_STAGES * self.sfa_bytes
         return self.staging_bytes + scales + 2048 + self.packed_stages * PACKED_BYTES
 
     @property
@@ -444,8 +440,9 @@ class GemmConfigSm100(GemmConfig):
     mma_ctas: int = 1
     producer_warpgroups = 2
     """One that loads, as on Hopper, and one with the MMA and the token scales."""
-    split_sfa = True
-    """Scales may be read after the MMA, when their stage of rows may have been filled again."""
+    sfa_stages = SFA_STAGES
+    """Token scales have a pipeline of their own: they may be read after the MMA, when their stage
+    of rows may have been filled again."""
     stage_readers = 1
     """The MMA."""
 
@@ -471,6 +468,14 @@ class GemmConfigSm100(GemmConfig):
     @property
     def b_rows(self) -> int:
         return self.tile_n // self.mma_ctas
+
+    @property
+    def stage_bytes(self) -> int:
+        return super().stage_bytes - self.sfa_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        return super().fixed_bytes + self.sfa_stages * self.sfa_bytes
 
     @property
     def acc_columns(self) -> int:

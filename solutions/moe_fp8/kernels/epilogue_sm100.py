@@ -19,7 +19,7 @@ from .configs import STAGED_COLUMNS, UMMA_M, WARP, GemmConfigSm100
 from .dsl import ACCESS_BYTES, BF16_VECTOR, load, vector
 from .epilogue import Quantised, StagedRows, TilePart, largest
 from .swiglu import Activation, block_scale, divide, round_to_term
-from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_other, send_to_other
+from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_peer, send_to_peer
 from .tiles import Tile
 
 STAGED_PIECES = STAGED_COLUMNS // BF16_VECTOR
@@ -58,7 +58,7 @@ class StoreByWarp:
         """Write the valid rows of this warp's part; see `StoreBf16.store`."""
         tile, warpgroup, thread, _ = part
         c, lane = self.config, thread % WARP
-        mine = staging[None, thread // WARP].iterator  # (32 rows * 32 columns,) of this warp
+        staged = staging[None, thread // WARP].iterator  # (32 rows * 32 columns,) of this warp
         first_row = thread % UMMA_M // WARP * WARP
         first_column = tile.n_tile * c.tile_n + warpgroup * c.consumer_columns
         # (8, 4): 4 pieces of 16 bytes, 32 columns of this thread's row
@@ -68,7 +68,7 @@ class StoreByWarp:
                 rounded[i] = BFloat16(acc[first + i])
             cute.arch.sync_warp()  # must come before the writes: all have read the last columns
             for piece in cutlass.range_constexpr(STAGED_PIECES):
-                to = vector(mine + self._place(lane, piece), BF16_VECTOR)
+                to = vector(staged + self._place(lane, piece), BF16_VECTOR)
                 cute.autovec_copy(rounded[None, piece], to)
             cute.arch.sync_warp()  # must come before the reads of what other lanes staged
             column = first_column + first + lane % STAGED_PIECES * BF16_VECTOR
@@ -78,7 +78,7 @@ class StoreByWarp:
             for i in cutlass.range_constexpr(STAGED_PIECES):
                 row = lane // STAGED_PIECES + i * (WARP // STAGED_PIECES)
                 if inside and first_row + row < tile.rows:
-                    source = vector(mine + self._place(row, lane % STAGED_PIECES), BF16_VECTOR)
+                    source = vector(staged + self._place(row, lane % STAGED_PIECES), BF16_VECTOR)
                     target = output.iterator + Int64(tile.row + first_row + row) * self.n + column
                     cute.autovec_copy(source, vector(target, BF16_VECTOR))
 
@@ -207,8 +207,8 @@ class SwigluPairStaging(NamedTuple):
     rows: cute.Tensor  # (tile_m / 2, 128, terms) e4m3
     amax: cute.Tensor  # (consumer warps, tile_m) i32, of which tile_m / 2 are used
     # (tile_m / 2, 128, PAIR_BUFFERS) i32: bits of the other CTA's sums
-    theirs: cute.Tensor
-    arrived: cute.Pointer  # (PAIR_BUFFERS,) mbarriers of `theirs`
+    peer_sums: cute.Tensor
+    arrived: cute.Pointer  # (PAIR_BUFFERS,) mbarriers of `peer_sums`
 
 
 class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
@@ -227,13 +227,13 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
     def staging(self, buffer) -> SwigluPairStaging:
         """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, amax = super().staging(buffer)
-        theirs = (amax.iterator + cute.size(amax)).align(ACCESS_BYTES)
+        peer_sums = (amax.iterator + cute.size(amax)).align(ACCESS_BYTES)
         layout = cute.make_layout((self.rows, UMMA_M, PAIR_BUFFERS))  # (tile_m / 2, 128, 2)
         return SwigluPairStaging(
             rows,
             amax,
-            cute.make_tensor(theirs, layout),
-            self.exchange.initialise(theirs + cute.size(layout)),
+            cute.make_tensor(peer_sums, layout),
+            self.exchange.initialise(peer_sums + cute.size(layout)),
         )
 
     @cute.jit
@@ -242,26 +242,26 @@ class SwigluPairEpilogueSm100(SwigluEpilogueSm100):
         tile, _, thread, stored = part
         second = tile.n_tile % 2
         # (tile_m / 2,) each: this CTA's sums of the tokens that it makes, and of the others
-        mine = cute.make_rmem_tensor(self.rows, Float32)
-        theirs = cute.make_rmem_tensor(self.rows, Float32)
+        own_sums = cute.make_rmem_tensor(self.rows, Float32)
+        peer_sums = cute.make_rmem_tensor(self.rows, Float32)
         for i in cutlass.range_constexpr(self.rows):
             halves = acc[i], acc[self.rows + i]
-            mine[i] = cutlass.select_(second == 0, *halves)
-            theirs[i] = cutlass.select_(second == 0, *halves[::-1])
-        arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
-        received = staging.theirs[None, thread, stored % PAIR_BUFFERS].iterator
+            own_sums[i] = cutlass.select_(second == 0, *halves)
+            peer_sums[i] = cutlass.select_(second == 0, *halves[::-1])
+        arrived, phase = self.exchange.mbarrier(staging.arrived, stored, 0)
+        received = staging.peer_sums[None, thread, stored % PAIR_BUFFERS].iterator
         if thread == 0:
-            expect_at_other(arrived, 4 * self.rows * UMMA_M)
-        bits = cute.recast_tensor(theirs, Int32)  # (tile_m / 2,)
+            expect_at_peer(arrived, 4 * self.rows * UMMA_M)
+        bits = cute.recast_tensor(peer_sums, Int32)  # (tile_m / 2,)
         for i in cutlass.range_constexpr(0, self.rows, 4):
             four = tuple(bits[i + j] for j in range(4))
-            send_to_other((received + i).align(ACCESS_BYTES), four, arrived)
+            send_to_peer((received + i).align(ACCESS_BYTES), four, arrived)
         cute.arch.mbarrier_wait(arrived, phase)
         load(received, bits)  # now the other CTA's sums of the tokens that this CTA makes
         # (tile_m,): the sums over the weights' first half, then over the second half
         sums = cute.make_rmem_tensor(2 * self.rows, Float32)
         for i in cutlass.range_constexpr(self.rows):
-            both = mine[i], theirs[i]
+            both = own_sums[i], peer_sums[i]
             sums[i] = cutlass.select_(second == 0, *both)
             sums[self.rows + i] = cutlass.select_(second == 0, *both[::-1])
         first = second * self.rows

@@ -6,7 +6,7 @@ same rows, and neither lies outside n, a multiple of 256. So both call `store` f
 or one would wait for ever. With tiles of 256 weight columns (up and gate) a CTA has all 128.
 
     activate     c = silu(gate) * up, in registers; maxima of this CTA's columns
-    send         maxima to the other CTA's `theirs`, by st.async (`PairExchange`)
+    send         maxima to the other CTA's `peer_amax`, by st.async (`PairExchange`)
     wait         for the other CTA's maxima; scale = maximum / 448
     stage        q = fp8(c / scale), each term, to shared memory
     store        16 bytes a thread to global memory; count the rows for GEMM2 (`sync`)
@@ -23,7 +23,7 @@ from ..call import BLOCK
 from .configs import WARP, WARPGROUP_WARPS, GemmConfigSm90
 from .epilogue import Quantised, StagedRows, TilePart, largest
 from .swiglu import Activation, block_scale, divide, round_to_term
-from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_other, send_to_other
+from .sync import PAIR_BUFFERS, NamedBarrierId, PairExchange, expect_at_peer, send_to_peer
 
 
 class SwigluStagingSm90(NamedTuple):
@@ -32,8 +32,8 @@ class SwigluStagingSm90(NamedTuple):
 
     rows: cute.Tensor  # (tile_m, 64, terms) e4m3, rows 80 bytes apart
     amax: cute.Tensor | None  # (consumer warps, tile_m) i32: of a warp's columns; with swap_ab only
-    theirs: cute.Tensor  # (PAIR_BUFFERS, tile_m) i32: of the other CTA's columns
-    arrived: cute.Pointer  # (PAIR_BUFFERS, waits) mbarriers of `theirs`
+    peer_amax: cute.Tensor  # (PAIR_BUFFERS, tile_m) i32: of the other CTA's columns
+    arrived: cute.Pointer  # (PAIR_BUFFERS, waits) mbarriers of `peer_amax`
 
 
 class WholeStaging(NamedTuple):
@@ -79,16 +79,16 @@ class SwigluEpilogueSm90:
     def staging(self, buffer) -> SwigluStagingSm90:
         """Initialise the mbarriers; the caller synchronises the cluster before their first use."""
         rows, base = self.config.tile_m, buffer.data_ptr()
-        # One after the other: staged rows, amax, theirs, mbarriers.
+        # One after the other: staged rows, amax, peer_amax, mbarriers.
         amax = cute.recast_ptr(base + self.staged.bytes, dtype=Int32)
-        theirs = amax + rows * self.column_groups
+        peer_amax = amax + rows * self.column_groups
         # (consumer warps, tile_m)
         by_group = cute.make_layout((self.warps, rows), stride=(rows, 1))
         return SwigluStagingSm90(
             self.staged.tensor(base),
             cute.make_tensor(amax, by_group) if self.column_groups else None,
-            cute.make_tensor(theirs, cute.make_layout((PAIR_BUFFERS, rows), stride=(rows, 1))),
-            self.exchange.initialise(theirs + rows * PAIR_BUFFERS),
+            cute.make_tensor(peer_amax, cute.make_layout((PAIR_BUFFERS, rows), stride=(rows, 1))),
+            self.exchange.initialise(peer_amax + rows * PAIR_BUFFERS),
         )
 
     @cute.jit
@@ -123,20 +123,20 @@ class SwigluEpilogueSm90:
                     amax[r] = cute.arch.fmax(amax[r], cute.math.absf(c[i, j, r]))
             # Four lanes have the 64 columns of a row.
             amax[r] = cute.arch.warp_reduction_max(amax[r], threads_in_group=4)
-        theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
-        arrived, phase = self.exchange.of_tile(staging.arrived, stored, warpgroup)
+        peer_amax = staging.peer_amax[stored % PAIR_BUFFERS, None]  # (tile_m,)
+        arrived, phase = self.exchange.mbarrier(staging.arrived, stored, warpgroup)
         if lane == 0:
-            expect_at_other(arrived, 16 * 4)  # the maxima of this warp's 16 rows
+            expect_at_peer(arrived, 16 * 4)  # the maxima of this warp's 16 rows
         # (2 rows,): the registers of `amax`, so that a maximum of the bits is one of the values
         bits = cute.recast_tensor(amax, Int32)
         for r in cutlass.range_constexpr(2):
             if lane % 4 == 0:
-                place = theirs.iterator + first + lane // 4 + 8 * r
-                send_to_other(place, bits[r], arrived)
+                place = peer_amax.iterator + first + lane // 4 + 8 * r
+                send_to_peer(place, bits[r], arrived)
         cute.arch.mbarrier_wait(arrived, phase)
         for r in cutlass.range_constexpr(2):
             row = first + lane // 4 + 8 * r
-            bits[r] = cutlass.max(bits[r], theirs[row])
+            bits[r] = cutlass.max(bits[r], peer_amax[row])
             scale = block_scale(amax[r], self.activation.ue8m0)
             quantised = cute.make_rmem_tensor((2, pairs), Float8E4M3FN)  # (column of a pair, pair)
             divide(c[None, None, r], scale)
@@ -181,21 +181,21 @@ class SwigluEpilogueSm90:
             amax[i] = largest_of_warp(amax[i])
             if lane < 4:
                 staging.amax[warp, self.acc_map.token(i, thread)] = bits[i]
-        theirs = staging.theirs[stored % PAIR_BUFFERS, None]  # (tile_m,)
-        arrived, phase = self.exchange.of_tile(staging.arrived, stored, 0)
+        peer_amax = staging.peer_amax[stored % PAIR_BUFFERS, None]  # (tile_m,)
+        arrived, phase = self.exchange.mbarrier(staging.arrived, stored, 0)
         if thread == 0:
-            expect_at_other(arrived, rows * 4)
+            expect_at_peer(arrived, rows * 4)
         # Must come before `largest`, which reads the maxima of all warps, and before the writes to
         # `staging.rows`: all threads have stored the previous tile's.
         barrier.arrive_and_wait()
         if thread < rows:
-            send_to_other(theirs.iterator + thread, largest(staging.amax, thread), arrived)
+            send_to_peer(peer_amax.iterator + thread, largest(staging.amax, thread), arrived)
         for i in cutlass.range_constexpr(tokens):
             bits[i] = largest(staging.amax, self.acc_map.token(i, thread))
         cute.arch.mbarrier_wait(arrived, phase)
         for i in cutlass.range_constexpr(tokens):
             token = self.acc_map.token(i, thread)
-            bits[i] = cutlass.max(bits[i], theirs[token])
+            bits[i] = cutlass.max(bits[i], peer_amax[token])
             amax[i] = block_scale(amax[i], self.activation.ue8m0)  # now the scale
             if warp == 0 and lane < 4 and token < tile.rows and tile.n_tile % 2 == 0:
                 output.scale[tile.n_tile // 2, tile.row + token] = amax[i]

@@ -50,7 +50,7 @@ IS_SMALL, ANY_SMALL = 0x80, 0x80808080
 STEP_LOW, BASE_LOW = 0x08080800, 0x14100800 - 3 * 0x08080800
 """The bytes of 0, 0.5, 1 and 1.5 for exponent e, from 3 on: e * STEP + BASE."""
 STEP_HIGH, BASE_HIGH = 0x08080808, 0x24201C18 - 3 * 0x08080808
-"""Those of 2, 3, 4 and 6."""
+"""The bytes of 2, 3, 4 and 6."""
 SMALL_TABLES = (0x03020100, 0x0C080604), (0x06040200, 0x14100C08), (0x0C080400, 0x1C181410)
 """The tables of exponents 0, 1 and 2, where some magnitudes are subnormal."""
 

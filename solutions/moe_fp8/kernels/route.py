@@ -136,7 +136,7 @@ class ChooseExperts:
     group is a power of two of lanes.
 
     Groups: the two best scores of each lane are merged across the lanes of its group. A group is
-    kept if fewer than `kept_groups` groups are better.
+    kept if fewer than `topk_group` groups are better.
     Experts: `top_k` times, take the largest of the lanes' heads, from the lowest lane that has it.
     Slots: an expert's slot is the number of chosen experts below it, so ids are ascending.
     Weights: scores are added in a tree over the slots.
@@ -151,13 +151,13 @@ class ChooseExperts:
         self.softmax = shape.routing == "renormalize"
         self.given = shape.routing == "given"
         self.experts, self.local = shape.num_experts, shape.num_local_experts
-        self.groups, self.kept_groups, self.top_k = shape.n_group, shape.topk_group, shape.top_k
+        self.groups, self.topk_group, self.top_k = shape.n_group, shape.topk_group, shape.top_k
         experts, groups, top_k = self.experts, self.groups, self.top_k
         self.own = -(-experts // WARP)
         self.group_lanes = experts // groups // self.own
         fits = self.group_lanes * self.own * groups == experts
         fits = fits and self.group_lanes & (self.group_lanes - 1) == 0
-        if not fits and self.kept_groups < groups or experts > WARP * WARP or top_k > WARP:
+        if not fits and self.topk_group < groups or experts > WARP * WARP or top_k > WARP:
             raise ValueError(
                 f"{experts} experts in {groups} groups, top_k={top_k}: expected up to {WARP * WARP}"
                 f" in groups of a power of two of lanes with {self.own} experts each, and top_k up "
@@ -342,9 +342,9 @@ class ChooseExperts:
         for i, j in exchanges(self.own):
             a, b = ranked[i], ranked[j]
             ranked[i], ranked[j] = cutlass.max(a, b), cutlass.min(a, b)
-        if cutlass.const_expr(self.kept_groups < self.groups):
-            stays = self._keeps(ranked[0], ranked[1] if self.own > 1 else Int32(LOWEST))
-            ranked = [cutlass.select_(stays, value, Int32(LOWEST)) for value in ranked]
+        if cutlass.const_expr(self.topk_group < self.groups):
+            chosen = self._is_chosen_group(ranked[0], ranked[1] if self.own > 1 else Int32(LOWEST))
+            ranked = [cutlass.select_(chosen, value, Int32(LOWEST)) for value in ranked]
 
         below = cute.arch.lanemask_lt()
         count = Int32(0)  # of this lane's experts that are chosen
@@ -372,8 +372,8 @@ class ChooseExperts:
         return cutlass.select_(count > 0, above | equal, Int32(0))
 
     @cute.jit
-    def _keeps(self, best: Int32, second: Int32) -> Boolean:
-        """Return True if this lane's group is among the `kept_groups` whose two best scores have
+    def _is_chosen_group(self, best: Int32, second: Int32) -> Boolean:
+        """Return True if this lane's group is among the `topk_group` whose two best scores have
         the largest sums; `best` and `second` are the orders of this lane's two best."""
         distance = 1
         while cutlass.const_expr(distance < self.group_lanes):
@@ -394,7 +394,7 @@ class ChooseExperts:
             theirs = cute.arch.shuffle_sync(mine, g * self.group_lanes)
             wins = theirs > mine or (theirs == mine and g < group)
             better += cutlass.select_(wins, Int32(1), Int32(0))
-        return Boolean(better < self.kept_groups)
+        return Boolean(better < self.topk_group)
 
     def _share(self, score: Float32, chosen: Boolean) -> Float32:
         """Return the term of this lane's slot in the sum of the weights; 0 without a slot."""

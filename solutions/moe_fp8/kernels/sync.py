@@ -108,7 +108,7 @@ class PairExchange:
 
     Attributes:
         waits: mbarriers of a buffer, one for each part that is waited for by itself.
-        arrivals: calls of `expect_at_other` that complete one mbarrier, with the bytes that they
+        arrivals: calls of `expect_at_peer` that complete one mbarrier, with the bytes that they
             expect.
     """
 
@@ -132,19 +132,19 @@ class PairExchange:
                     cute.arch.mbarrier_init(arrived + i, self.arrivals)
         return arrived
 
-    def of_tile(self, arrived: cute.Pointer, stored: Int32, wait: Int32 | int):
+    def mbarrier(self, arrived: cute.Pointer, stored: Int32, wait: Int32 | int):
         """Return (mbarrier, parity to wait for) of part `wait` of the tile after `stored` tiles."""
-        mbarrier = arrived + stored % PAIR_BUFFERS * self.waits + wait
-        return mbarrier, stored // PAIR_BUFFERS % 2
+        place = arrived + stored % PAIR_BUFFERS * self.waits + wait
+        return place, stored // PAIR_BUFFERS % 2
 
 
-def expect_at_other(arrived: cute.Pointer, size: int) -> None:
+def expect_at_peer(arrived: cute.Pointer, size: int) -> None:
     """Arrive at the other CTA's mbarrier, which then expects `size` bytes."""
     other = cute.arch.block_idx_in_cluster() ^ 1
     cute.arch.mbarrier_arrive_and_expect_tx(arrived, size, other, scope=MemScopeKind.CLUSTER)
 
 
-def send_to_other(place: cute.Pointer, bits: Int32 | tuple, arrived: cute.Pointer) -> None:
+def send_to_peer(place: cute.Pointer, bits: Int32 | tuple, arrived: cute.Pointer) -> None:
     """Store one or four Int32 at the other CTA's `place`; its `arrived` counts their bytes."""
     cute.arch.store_async_dsmem(place, bits, arrived, cute.arch.block_idx_in_cluster() ^ 1)
 
