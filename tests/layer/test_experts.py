@@ -209,17 +209,6 @@ def test_padding_is_no_token(tokens, bfloat16, accurate, engine):
 
 
 @backends("gpu")
-def test_a_token_s_bits_are_its_own(engine):
-    call, _ = engine.call(901)
-    whole = experts(**call)
-    for size in (1, 7, 80):
-        for first in range(0, 901 if size > 1 else 64, size):
-            part = slice(first, first + size)
-            alone = {name: call[name][part] for name in ("topk_ids", "topk_weights", "x")}
-            assert torch.equal(experts(**call | alone), whole[part])
-
-
-@backends("gpu")
 @pytest.mark.parametrize("tokens", [7, 80, 901])
 def test_in_a_graph_that_serves_any_choice(tokens, engine):
     call, _ = engine.call(tokens)
@@ -722,7 +711,8 @@ def output_of(call: Call, target: str, name: str) -> torch.Tensor:
 
 @pytest.fixture
 def layer(case, monkeypatch):
-    use_target(monkeypatch, case[0])
+    if case:
+        use_target(monkeypatch, case[0])
 
 
 @backends("emulator")
@@ -751,23 +741,40 @@ def test_the_bits_of_the_definition_s_call(kind, case, layer, emulator):
         assert calc_diff(got, by_model) < 1e-4
 
 
-@backends("emulator")
-@pytest.mark.parametrize("case", LAYERS, ids=str)
-def test_a_token_s_bits_are_its_own_in_any_company(case, layer, emulator):
-    """Alone and with others, of whatever magnitude and not finite: a NaN stays in its token."""
-    call = calls(41)[KINDS[0]]
-    x = odd_tokens(41, EMULATED.hidden_size)
-    call = call._replace(inputs=call.inputs._replace(x=x))
-    whole = output_of(call, *case)
-    q, scale = quantise_rows(x)
-    quantised = call.inputs._replace(x=q, x_scale=scale)
-    form = Form(torch.int64, torch.float32, gate_first=True, has_map=True)
-    assert same(output_of(Call(quantised, GIVEN, form), *case), whole)
+def inputs_of_any_magnitude(case, engine) -> tuple[RoutedInputs, MoeShape, Any]:
+    """Inputs, shape and configs: a case's in the emulator, the layer's own choice on a GPU."""
+    if case:
+        inputs = calls(41)[KINDS[0]].inputs
+        return inputs._replace(x=odd_tokens(*inputs.x.shape)), GIVEN, configs_of(*case)
+    call, _ = engine.call(901)
+    call |= {"x": odd_tokens(*call["x"].shape).to(engine.device), "expert_map": None}
+    shape = dataclasses.replace(engine.shape, n_group=1, topk_group=1, routing="given")
+    return RoutedInputs(*map(call.get, RoutedInputs._fields)), shape, None
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*only("emulator", (CASES[0],)), *only("gpu", None)]
+    + [pytest.param(case, marks=[pytest.mark.all, backends("emulator")]) for case in CASES[1:]],
+    ids=str,
+)
+def test_token_bits_do_not_depend_on_the_batch(case, layer, engine):
+    """Alone and beside tokens of whatever magnitude: a NaN stays in its token."""
+    inputs, shape, configs = inputs_of_any_magnitude(case, engine)
+
+    def output(part: slice, **changes: Any) -> torch.Tensor:
+        given = some_tokens(inputs, part)._replace(**changes)
+        has_map = given.expert_map is not None
+        form = Form(given.topk_ids.dtype, torch.float32, given.x.dtype, False, True, has_map)
+        return fused_output(given, shape, configs, form)
+
+    whole, (q, scale) = output(slice(None)), quantise_rows(inputs.x)
+    assert same(output(slice(None), x=q, x_scale=scale), whole)
     assert whole.isnan().any() and not whole.isnan().all(dim=1).all()
-    for first in range(0, 41, 11):
-        part = slice(first, first + 11)
-        alone = call._replace(inputs=some_tokens(call.inputs, part))
-        assert same(output_of(alone, *case), whole[part])
+    for width in (11,) if case else (1, 7, 80):
+        for first in range(0, 64 if width == 1 else len(whole), width):
+            part = slice(first, first + width)
+            assert same(output(part), whole[part])
 
 
 def pattern(seed: int, *size: int) -> torch.Tensor:

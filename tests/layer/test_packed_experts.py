@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from markers import backends, more, only
+from markers import backends, only
 from moe_fp8 import (
     batched_experts,
     differentiable_experts,
@@ -127,17 +127,6 @@ def test_batched_experts_give_the_bits_of_fp8_weights(rows, backend):
         for w in (weights.to(backend.device).packed, weights.fp8)
     ]
     assert torch.equal(*outs)
-
-
-@backends("gpu")
-@pytest.mark.parametrize("tokens", [3, 300, *more(30, 1500)])
-def test_token_bits_do_not_depend_on_the_batch(tokens, backend):
-    weights, call = weights_of(64, 4096, 2048).to("cuda"), chosen(tokens, 64, 4096)
-    call = {name: value.cuda() for name, value in call.items()}
-    whole = experts(*call.values(), *weights.packed)
-    for token in (0, tokens // 2, tokens - 1):
-        alone = (value[token : token + 1].contiguous() for value in call.values())
-        assert torch.equal(experts(*alone, *weights.packed)[0], whole[token])
 
 
 @backends("gpu")

@@ -193,7 +193,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def fused_output(
     inputs: MoeInputs | RoutedInputs | BatchedInputs,
     shape: MoeShape,
-    configs: tuple[Any, Any],
+    configs: tuple[Any, Any] | None,
     form: Form | None = None,
     fill: float = torch.nan,
     poison: bool = True,
@@ -203,9 +203,9 @@ def fused_output(
     The TMA boxes of a GEMM2 on demand include rows of other experts, which may still be written
     and which it does not use: without `poison` they are hazards.
     """
-    out = torch.full(inputs[2].shape, fill, dtype=torch.bfloat16)
-    options.poison_races = poison and configs[1].dynamic
-    tokens, terms = out.shape[-2], configs[1].terms
+    out = torch.full(inputs[2].shape, fill, dtype=torch.bfloat16, device=inputs[2].device)
+    options.poison_races = poison and configs is not None and configs[1].dynamic
+    tokens, terms = out.shape[-2], configs[1].terms if configs else 1
     make_call(tokens, out.device, shape, terms, configs, form)(inputs, out)
     return out
 
