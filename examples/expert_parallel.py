@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_fp8 import deep_ep_buffer, expert_parallel_moe, fused_moe
+from moe_fp8.reference import calc_diff
 
 DEEPSEEK_V3, REDUCED = (256, 7168, 2048), (16, 256, 128)
 """Experts, hidden size, intermediate size."""
@@ -54,13 +55,6 @@ def tokens_of(rank: int, tokens: int, experts: int, h: int, device: Any) -> list
     x = torch.randn(tokens, h, device=device).to(torch.float8_e4m3fn)
     logits = torch.randn(tokens, experts, device=device)
     return [logits, x, torch.rand(h // 128, tokens, device=device)]
-
-
-def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """Return `1 - 2 <x, ref> / (<x, x> + <ref, ref>)`, 0 for equal tensors."""
-    x, ref = x.double().flatten(), ref.double().flatten()
-    norms = float(x.dot(x) + ref.dot(ref))
-    return 1.0 - 2.0 * float(x.dot(ref)) / norms if norms else 0.0
 
 
 def slowest_ms(call: Any, device: torch.device) -> float:

@@ -54,14 +54,6 @@ def in_float32(
     return out
 
 
-def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """Return `1 - 2<x,ref> / (<x,x> + <ref,ref>)`: 0 for equal tensors, NaN if one is not
-    finite."""
-    x64, y64 = x.double().flatten(), ref.double().flatten()
-    norm = float(x64.dot(x64) + y64.dot(y64))
-    return 1.0 - 2.0 * float(x64.dot(y64)) / norm if norm else 0.0
-
-
 def cosine(x: torch.Tensor, ref: torch.Tensor) -> float:
     """Return the cosine of the angle, which sees no wrong scale: 1 if both are zero, NaN where one
     is not finite."""

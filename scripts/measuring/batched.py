@@ -20,10 +20,11 @@ from moe_fp8 import batched_experts
 from moe_fp8.baselines.deepgemm_device import RECIPE, REQUIREMENT
 from moe_fp8.baselines.requirement import require
 from moe_fp8.call import BLOCK
+from moe_fp8.reference import calc_diff
 
 from scripts.common.definitions import bandwidth, gemm_bytes, gemm_flops
 from scripts.common.program import UsageError, error_line
-from scripts.measuring.accuracy import LARGEST_DIFF, calc_diff, in_float32
+from scripts.measuring.accuracy import LARGEST_DIFF, in_float32
 from scripts.measuring.clock import FAILURES, Rates, Timed, device_times, figures
 from scripts.publishing.rows import Writer
 

@@ -23,10 +23,11 @@ from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 from moe_fp8.baselines.per_stream import REUSE
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
+from moe_fp8.reference import calc_diff
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.common.program import UsageError, error_line
-from scripts.measuring.accuracy import LARGEST_DIFF, calc_diff
+from scripts.measuring.accuracy import LARGEST_DIFF
 
 FLUSH_BYTES = 256 * 2**20
 """At least twice the L2 cache of any GPU."""

@@ -41,10 +41,10 @@ from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 from moe_fp8.cache import CACHE_VARIABLE, PACKAGE, import_closure
+from moe_fp8.reference import calc_diff
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scripts.common.program import UsageError, note, short_name, steps
-from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Inputs, definition_of, named, tokens
 from scripts.measuring.clock import FAILURES
 from scripts.measuring.layers import bits, metrics, refuse_changed, run_reference, run_solution

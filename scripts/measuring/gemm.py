@@ -21,14 +21,13 @@ from moe_fp8.call import DEEPSEEK_V3, TMA_ROWS
 from moe_fp8.ladder import steps
 from moe_fp8.ladder.v3_clustered import counted_config
 from moe_fp8.ladder.v4_flat import flat_config
-from moe_fp8.reference import flat_rows
+from moe_fp8.reference import calc_diff, flat_rows
 
 from scripts.common import sources
 from scripts.common.definitions import BLOCK, DEFAULT, gemm_bytes, gemm_flops
 from scripts.common.program import PREFIX, duration, error_line, say
 from scripts.common.program import steps as progress
 from scripts.measuring import clock, gemm_ladder
-from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.cases import Histogram
 from scripts.measuring.clock import (
     Rates,

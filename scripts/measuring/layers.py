@@ -14,10 +14,11 @@ import torch
 from flashinfer_bench.bench.evaluators.utils import allocate_outputs, normalize_result
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
+from moe_fp8.reference import calc_diff
 
 from scripts.common.definitions import GROUP, MoeDefinition, roofline_ms
 from scripts.common.program import ACCURACY_TOLERANCES, error_line, steps
-from scripts.measuring.accuracy import calc_diff, cosine, matched_ratio
+from scripts.measuring.accuracy import cosine, matched_ratio
 from scripts.measuring.cases import Histogram, Inputs, Plan, definition_of, named, tokens
 from scripts.measuring.clock import (
     FAILURES,

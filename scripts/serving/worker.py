@@ -244,8 +244,9 @@ def checking(experts: Experts, tokens: int, report: Callable[[float], None]) -> 
     activations, with float32 arithmetic, and reports the calc_diff."""
     # Not before the engine has begun: these import the package.
     from moe_fp8.mxfp4 import PackedWeights, unpack
+    from moe_fp8.reference import calc_diff
 
-    from scripts.measuring.accuracy import calc_diff, in_float32
+    from scripts.measuring.accuracy import in_float32
 
     def in_fp8(weights: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Unpack the experts one by one: the intermediate values take 20 times the bytes."""

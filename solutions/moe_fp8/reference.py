@@ -2,7 +2,7 @@
 
 It computes calls on CPU tensors, and tests compare the kernels with it. Unlike the kernels it reads
 row counts on the host. `quantise_rows`, `quantise_blocks` and `quantise_channels` make the layer's
-FP8 operands.
+FP8 operands. `calc_diff` measures how far outputs are apart.
 """
 
 from typing import Any
@@ -540,3 +540,11 @@ def _rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     # A scale that was rounded down lifts a quotient above the range, by half with the least
     # subnormal scale. torch's conversion may then make NaN.
     return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def calc_diff(x: torch.Tensor, ref: torch.Tensor) -> float:
+    """Return `1 - 2<x,ref> / (<x,x> + <ref,ref>)`: 0 for equal tensors, NaN if one is not
+    finite."""
+    x64, y64 = x.double().flatten(), ref.double().flatten()
+    norm = float(x64.dot(x64) + y64.dot(y64))
+    return 1.0 - 2.0 * float(x64.dot(y64)) / norm if norm else 0.0

@@ -7,10 +7,11 @@ from bruteforce import RENORMALIZE, TINY
 from markers import more
 from moe_fp8 import reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.reference import calc_diff
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.measuring import gemm
-from scripts.measuring.accuracy import calc_diff, matched_ratio
+from scripts.measuring.accuracy import matched_ratio
 from scripts.measuring.gemm import Checker, Operands, Problem, Variant, Weights
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -12,11 +12,11 @@ from documented import run_page
 from installed import engine
 from moe_fp8 import experts as own_experts
 from moe_fp8.kernels.architectures import GPUS
+from moe_fp8.reference import calc_diff
 from moe_fp8.serving import bake
 from reference import Weights, kernels_of, layer
 
 from scripts.common.program import ROOT
-from scripts.measuring.accuracy import calc_diff
 
 fp8 = engine("transformers.integrations.finegrained_fp8")
 from moe_fp8.serving import huggingface  # noqa: E402

@@ -13,12 +13,10 @@ from installed import engine
 from moe_fp8 import experts as own_experts
 from moe_fp8 import from_mxfp4
 from moe_fp8.kernels.architectures import GPUS
-from moe_fp8.reference import quantise_rows
+from moe_fp8.reference import calc_diff, quantise_rows
 from moe_fp8.serving import bake, packed, plugins
 from moe_fp8.serving import sglang as plugin
 from reference import Weights, kernels_of, layer, peer_of_a_sweep
-
-from scripts.measuring.accuracy import calc_diff
 
 engine("sglang.srt.layers.moe.moe_runner")
 from sglang.srt import runtime_context  # noqa: E402

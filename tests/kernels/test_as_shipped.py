@@ -18,9 +18,9 @@ from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
 from moe_fp8.layer import make_call
+from moe_fp8.reference import calc_diff
 from problems import fp8, use_target
 
-from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.processes import process_pool
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}

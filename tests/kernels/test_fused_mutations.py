@@ -9,6 +9,7 @@ from markers import backends
 from moe_fp8 import reference
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
+from moe_fp8.reference import calc_diff
 from mutants import PARITY, WAIT, all_of
 from mutants import noticed as noticed_in
 from problems import (
@@ -25,8 +26,6 @@ from problems import (
     with_local_rows,
 )
 from ptxemu.testing import Edit, replace
-
-from scripts.measuring.accuracy import calc_diff
 
 pytestmark = [backends("emulator"), pytest.mark.all]
 

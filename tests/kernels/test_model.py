@@ -9,9 +9,9 @@ import pytest
 import torch
 from moe_fp8 import reference
 from moe_fp8.ladder.steps import batched_rows
-from moe_fp8.reference import flat_rows
+from moe_fp8.reference import calc_diff, flat_rows
 
-from scripts.measuring.accuracy import calc_diff, cosine, matched_ratio
+from scripts.measuring.accuracy import cosine, matched_ratio
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16

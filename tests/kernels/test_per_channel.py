@@ -14,10 +14,9 @@ from moe_fp8.call import Form
 from moe_fp8.kernels.compile import description
 from moe_fp8.kernels.fused import describe_fused
 from moe_fp8.layer import view_of_scales
+from moe_fp8.reference import calc_diff
 from problems import SHAPE, configs_of, fused_output, gemm, inputs_of, use_target
 from small_layer import ROUTING, named_tensors, tensors_of
-
-from scripts.measuring.accuracy import calc_diff
 
 SCALES = ("gemm1_weights_scale", "gemm2_weights_scale")
 

@@ -15,10 +15,8 @@ from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import describe_fused
 from moe_fp8.kernels.swiglu import compile_swiglu_quant
 from moe_fp8.ladder import v4_flat
-from moe_fp8.reference import choose_experts, quantise_rows
+from moe_fp8.reference import calc_diff, choose_experts, quantise_rows
 from problems import SHAPE, TOLERANCE, configs_of, fused_output, inputs_of, use_target
-
-from scripts.measuring.accuracy import calc_diff
 
 GEOMETRY = MoeShape(16, 8, 256, 128, 4, 2, 3)
 LOCAL, HIDDEN, WIDTH = GEOMETRY.num_local_experts, GEOMETRY.hidden_size, GEOMETRY.intermediate_size

@@ -31,12 +31,12 @@ from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from moe_fp8.layer import FusedLayer
-from moe_fp8.reference import group_rows
+from moe_fp8.reference import calc_diff, group_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.measuring.accuracy import calc_diff, cosine, matched_ratio
+from scripts.measuring.accuracy import matched_ratio
 
 # Routing as in the definition, so that its reference applies; 0.3 MB of weights an expert.
 SMALL = MoeShape(hidden_size=256, intermediate_size=256)
@@ -107,7 +107,7 @@ def test_layer_matches_the_reference_on_reduced_geometry(layer, tokens, weights,
     wanted = reference(*inputs)
     got = output_of(layer, inputs)
     assert (wanted.float().abs().sum(dim=1) > 0).all(), "every token chooses the favourite"
-    assert cosine(got, wanted) > 0.999 and calc_diff(got, wanted) < 1e-3
+    assert calc_diff(got, wanted) < 1e-3
     assert matched_ratio(got, wanted, rtol=0.2, atol=0.1) > 0.85
 
 
@@ -240,7 +240,7 @@ def test_layers_match_the_reference_on_the_true_geometry(first, end, full_size):
     assert all(torch.equal(unfused[0], other) for other in unfused)
     assert (wanted.abs().sum(dim=1) > 0).all()
     for got in (unfused[0], fused, hifi):
-        assert cosine(got, wanted) > 0.999 and calc_diff(got, wanted) < 1e-3
+        assert calc_diff(got, wanted) < 1e-3
         assert matched_ratio(got, wanted, rtol=0.2, atol=0.1) > 0.85
         assert matched_ratio(got, wanted, rtol=0.3, atol=1.0) > 0.9
 

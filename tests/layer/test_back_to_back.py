@@ -14,13 +14,12 @@ from moe_fp8 import reference
 from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.layer import make_call
+from moe_fp8.reference import calc_diff
 from problems import GATHERED, SHAPE, TOLERANCE, fused_output, inputs_of
 from problems import HOPPER as CONFIGS
 from ptxemu.engine import DEPENDENTS
 from ptxemu.testing import replace
 from test_experts import KINDS, calls
-
-from scripts.measuring.accuracy import calc_diff
 
 pytestmark = backends("emulator")
 

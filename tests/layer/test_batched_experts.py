@@ -17,13 +17,11 @@ from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.permute import PLACE_WARPS
 from moe_fp8.layer import BatchedLayer, FusedLayer
-from moe_fp8.reference import quantise_rows
+from moe_fp8.reference import calc_diff, quantise_rows
 from moe_fp8.serving import prepare as ahead
 from mutants import noticed as noticed_in
 from problems import TOLERANCE, configs_of, fp8, fused_output, odd_tokens, use_target
 from ptxemu.testing import replace
-
-from scripts.measuring.accuracy import calc_diff
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 NAMES = ("w13", "w13_scale", "w2", "w2_scale")

@@ -28,13 +28,11 @@ from moe_fp8.call import (
 )
 from moe_fp8.ladder import v5_fused
 from moe_fp8.layer import FusedLayer
-from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
+from moe_fp8.reference import calc_diff, choose_experts, quantise_blocks, quantise_rows
 from problems import SHAPE as EMULATED
 from problems import configs_of, fp8, fused_output, inputs_of, odd_tokens, same, use_target
 from ptxemu.testing import replace
 from small_layer import OFFSET, OPERATOR_TESTS, PLAIN, ROUTING, SHAPE, swapped, tensors_of
-
-from scripts.measuring.accuracy import calc_diff
 
 BF16 = torch.bfloat16
 E, L, K = SHAPE.num_experts, SHAPE.num_local_experts, SHAPE.top_k

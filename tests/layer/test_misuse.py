@@ -23,8 +23,7 @@ from moe_fp8 import reference as model
 from moe_fp8.api import fused_moe
 from moe_fp8.call import MoeInputs, MoeShape
 from moe_fp8.layer import FusedLayer
-
-from scripts.measuring.accuracy import calc_diff, cosine
+from moe_fp8.reference import calc_diff
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("MOE_FP8_FUZZ", "0"))
@@ -303,7 +302,7 @@ def test_random_problem_on_a_gpu(seed, backend):
         assert got.isfinite().all()
         if bool((wanted != 0).any()):
             # Over few elements one FP8 value that is another there weighs more than in a layer.
-            assert cosine(got, wanted) > 0.999 and calc_diff(got, wanted) < 1e-3, shape
+            assert calc_diff(got, wanted) < 1e-3, shape
         else:
             assert not got.any(), shape
 

@@ -16,11 +16,9 @@ from moe_fp8 import (
 )
 from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.layer import FusedLayer
-from moe_fp8.reference import activated
+from moe_fp8.reference import activated, calc_diff
 from problems import SHAPE, configs_of
 from torch.nn.functional import grouped_mm
-
-from scripts.measuring.accuracy import calc_diff
 
 TOKENS, LOCAL, HIDDEN, WIDTH, TOP_K = 37, 3, 384, 128, 4
 WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale")

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from documented import ROOT, blocks, of_section, pages, run_page
 from moe_fp8 import experts, from_mxfp4, fused_moe, quantise_blocks
+from moe_fp8.reference import calc_diff
 from mxfp4_values import drawn
 from ptxemu import build
 from small_layer import EXPERTS, HIDDEN, TOKENS, WIDTH, named_tensors
 
-from scripts.measuring.accuracy import calc_diff, in_float32
+from scripts.measuring.accuracy import in_float32
 
 STAND_INS = ROOT / "tests/support/stand_ins"
 BLOCKS = [block for page in pages() for block in blocks(page)]

@@ -10,12 +10,12 @@ import torch
 from flashinfer_bench.data import Definition, load_json_file
 from moe_fp8.call import Form, MoeInputs, MoeShape, check_call, run_of, signature
 from moe_fp8.ladder import v4_flat, v5_fused, v6_fused_hifi
+from moe_fp8.reference import calc_diff
 
 from scripts.common import definitions
 from scripts.common.definitions import DEFAULT, FP8, MOE, MoeDefinition
 from scripts.common.program import ROOT, UsageError
 from scripts.measuring import cases
-from scripts.measuring.accuracy import calc_diff
 from scripts.publishing import rankings
 
 KINDS = list(

@@ -6,12 +6,12 @@ import fake_libraries
 import pytest
 import torch
 from moe_fp8.call import BLOCK
+from moe_fp8.reference import calc_diff
 from programs import RATES
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.common.program import EXIT_FAILED, EXIT_OK, UsageError
 from scripts.measuring import batched
-from scripts.measuring.accuracy import calc_diff
 from scripts.publishing.rows import Writer
 
 BYTES = 1 + 4 / BLOCK**2

@@ -11,7 +11,7 @@ import torch
 from flashinfer_bench.data import Definition
 from moe_fp8 import experts, fused_moe, reference
 from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
-from moe_fp8.reference import choose_experts, quantise_blocks, quantise_rows
+from moe_fp8.reference import calc_diff, choose_experts, quantise_blocks, quantise_rows
 from programs import RATES
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
@@ -27,7 +27,7 @@ from scripts.common.program import (
 )
 from scripts.data import load_specs
 from scripts.measuring import cases, clock, layers, subjects
-from scripts.measuring.accuracy import LARGEST_DIFF, calc_diff
+from scripts.measuring.accuracy import LARGEST_DIFF
 from scripts.publishing import rows, tables
 
 __all__ = ["interpreter_that_rounds"]  # a fixture

@@ -21,14 +21,14 @@ from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
-from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.reference import calc_diff, quantise_blocks, quantise_rows
 from moe_fp8.serving import prepare
 from mxfp4_values import drawn
 from programs import call, gone
 
 from scripts import serve
 from scripts.common.program import ROOT, Failure, UsageError
-from scripts.measuring.accuracy import calc_diff, in_float32
+from scripts.measuring.accuracy import in_float32
 from scripts.publishing import tables
 from scripts.publishing.rows import FILE, read
 from scripts.serve import Backend

@@ -38,13 +38,11 @@ from moe_fp8.call import (
 from moe_fp8.kernels import architectures, fused
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
-from moe_fp8.reference import quantise_rows
+from moe_fp8.reference import calc_diff, quantise_rows
 from moe_fp8.serving import prepare as ahead
 from programs import gone
 from small_layer import HIDDEN, TOP_K, WEIGHTS
 from small_layer import named_tensors as tensors
-
-from scripts.measuring.accuracy import calc_diff
 
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
 FORM = Form(torch.int32, torch.float32, torch.bfloat16, gate_first=True)

@@ -21,14 +21,13 @@ import torch.distributed as dist
 from markers import backends, more
 from moe_fp8.api import fused_moe
 from moe_fp8.call import MoeInputs
-from moe_fp8.reference import choose_experts
+from moe_fp8.reference import calc_diff, choose_experts
 from moe_fp8.serving.expert_parallel import deep_ep_buffer, expert_parallel_moe
 from small_layer import ROUTING, SHAPE, tensors_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from scripts.common.program import ROOT
-from scripts.measuring.accuracy import calc_diff
 
 STAND_INS = ROOT / "tests/support/stand_ins"
 LOCAL, HIDDEN = SHAPE.num_local_experts, SHAPE.hidden_size

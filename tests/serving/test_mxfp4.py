@@ -8,9 +8,8 @@ import torch
 from markers import backends, only
 from moe_fp8 import experts, from_mxfp4, mxfp4, pack_mxfp4, quantise_rows
 from moe_fp8.mxfp4 import compare
+from moe_fp8.reference import calc_diff
 from mxfp4_values import decoded, drawn
-
-from scripts.measuring.accuracy import calc_diff
 
 
 def dequantised(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

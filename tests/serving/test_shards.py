@@ -7,8 +7,7 @@ import torch
 from engines.reference import Weights, layer, wide
 from moe_fp8 import experts, pad_shard
 from moe_fp8.call import BLOCK
-
-from scripts.measuring.accuracy import calc_diff
+from moe_fp8.reference import calc_diff
 
 LOCAL, HIDDEN = 4, 256
 

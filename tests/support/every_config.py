@@ -14,9 +14,8 @@ from moe_fp8.kernels import architectures
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.ladder import steps
 from moe_fp8.layer import make_call
-from moe_fp8.reference import flat_rows
+from moe_fp8.reference import calc_diff, flat_rows
 
-from scripts.measuring.accuracy import calc_diff
 from scripts.measuring.gemm import LAYER_SHAPES
 
 TOKENS = (*range(1, 256), *range(256, 32768, 32))
