@@ -212,7 +212,7 @@ def test_a_model_with_experts_that_the_kernels_library_loads(tmp_path, monkeypat
         ({"gate_up_proj": torch.zeros(E, 4, 4, dtype=torch.int8)}, "int8; moe_fp8.from_mxfp4"),
     ],
 )
-def test_what_is_refused(change, message):
+def test_layers_that_are_not_served_are_refused(change, message):
     experts, _ = module()
     for name, value in change.items():
         if isinstance(value, torch.Tensor):

@@ -1153,7 +1153,7 @@ def process_and_call(runner: Any) -> None:
     [(name, *split) for name in BLOCKS for split in SPLITS if not name.endswith("mxfp4")]
     + [("qwen3-30b-a3b", *split) for split in UNEVEN],
 )
-def test_what_is_prepared_without_a_gpu_is_what_the_plugin_asks_for(
+def test_the_plugin_asks_for_the_kernels_prepared_without_a_gpu(
     name, ranks, rank, expert_parallel, accurate, block_of, monkeypatch
 ):
     """From the same config.json vLLM's model makes the layer, chooses experts and calls us."""
@@ -1212,7 +1212,7 @@ EXCHANGES = {  # the part of vLLM that says which ids it needs
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_what_is_prepared_for_an_exchange(exchange, problem, quantised, monkeypatch):
+def test_an_exchange_asks_for_the_prepared_kernels(exchange, problem, quantised, monkeypatch):
     """Tokens arrive in FP8, their scales token by token, or sorted by expert."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)

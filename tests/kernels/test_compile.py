@@ -660,7 +660,7 @@ def test_packed_weights(tokens, terms, layer, compiled_code):
 
 @pytest.mark.all
 @pytest.mark.parametrize("name", STAGES)
-def test_what_is_around_the_gemm(name, compiled_code):
+def test_the_other_kernels_of_blackwell_neither_spill_nor_narrow_accesses(name, compiled_code):
     """Made for no architecture: as on Hopper without a spill, and with its wide accesses."""
     function, *arguments = STAGES[name]
     ptx, cubin = compiled_code(function, *arguments, "sm_100a")

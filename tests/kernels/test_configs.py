@@ -234,7 +234,7 @@ def test_no_two_uses_share_a_named_barrier():
     assert first[-1] is NamedBarrierId.END and NamedBarrierId.END <= HARDWARE_BARRIERS
 
 
-def test_what_the_first_gemm_stages():
+def test_the_first_gemm_stages_its_rows_and_maxima():
     """Rows of 64 columns and 16 bytes between them, the other CTA's maxima twice with a barrier for
     each warpgroup; with swap_ab the maxima of every warp, which share a token, and one barrier."""
     rows = GemmConfig(tile_m=192).with_swiglu(1)
@@ -249,7 +249,7 @@ def test_what_the_first_gemm_stages():
 
 
 @pytest.mark.parametrize("config", COMPILED["sm_90a"], ids=str)
-def test_what_completes_the_barriers_of_a_stage_on_hopper(config):
+def test_arrivals_complete_the_barriers_of_a_stage_on_hopper(config):
     counts = GemmSm90(config, 4096, 7168, 32).load.counts
     # The rows, their scales and the weights of one K block, and the one thread that asks for them.
     rows, columns = config.tile_m, config.tile_n
@@ -384,7 +384,7 @@ def test_accumulators_fit_in_tensor_memory(config):
     assert config.tmem_columns < 2 * max(columns, 32)
 
 
-def test_what_completes_the_barriers_of_a_stage_on_blackwell():
+def test_arrivals_complete_the_barriers_of_a_stage_on_blackwell():
     """The MMA free a stage in all CTAs that its copies come to: one commit of each."""
     for cluster in ({}, {"cluster_m": 2}, {"cluster_n": 2}):
         config = BlackwellConfig(**cluster)

@@ -38,7 +38,7 @@ def test_the_bits_are_those_of_float32(accurate):
     assert torch.equal(*of_experts) and of_experts[0].any()
 
 
-def test_what_the_compiled_function_sees_as_bytes_was_of_their_type():
+def test_only_exponents_are_viewed_as_bytes():
     """The compiled function gets bytes, so it cannot refuse another type: `bytes_of` does."""
     exponents = torch.ones(3, 2).to(E8M0)
     assert torch.equal(bytes_of(exponents), torch.full((3, 2), 127, dtype=torch.uint8))

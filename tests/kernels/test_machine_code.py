@@ -197,7 +197,7 @@ def test_the_stored_digests_are_those_of_the_sources(target, units, monkeypatch,
     assert now == {name: stored["digests"].get(name) for name in now}
 
 
-def test_what_is_compiled_is_shown(monkeypatch, capsys) -> None:
+def test_progress_names_the_kernels_that_compile(monkeypatch, capsys) -> None:
     listed = [digests.Unit(name, "", "combine", (256, 2, "sm_90a")) for name in "ba"]
     monkeypatch.setattr(processes, "process_pool", lambda n, *_: ThreadPoolExecutor(n))
     monkeypatch.setattr(digests, "digest", lambda unit: f"of {unit.name}")

@@ -359,7 +359,7 @@ def test_lanes_without_an_expert_are_never_chosen(routing, target, backend):
 @backends("cpu", "emulator")
 @every_target
 @pytest.mark.parametrize("sign", [1, -1])
-def test_what_is_not_finite(sign, target, backend):
+def test_logits_and_biases_that_are_not_finite_are_chosen_as_in_the_model(sign, target, backend):
     """A NaN is larger than all numbers; an expert with a bias of -inf is not chosen here."""
     shape = GEOMETRIES["v3"]
     torch.manual_seed(0)

@@ -156,7 +156,7 @@ def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
         ({"swiglu_beta": [1.0]}, r"swiglu_beta=\[1.0\]: expected a finite number"),
     ],
 )
-def test_what_is_no_activation_is_named(options, message, problem):
+def test_a_wrong_activation_is_named(options, message, problem):
     weights, x, logits, bias = problem
     ids, tensors = torch.zeros(21, 1).int(), (weights.w13, weights.w13_scale)
     with pytest.raises(ValueError, match=f"^{message}"):

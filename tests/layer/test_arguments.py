@@ -209,7 +209,7 @@ def call_of_experts() -> dict[str, Any]:
         ({"expert_map": torch.zeros(0).int()}, "num_experts=0: expected at least 1"),
     ],
 )  # fmt: skip
-def test_what_experts_refuses(changes, message):
+def test_experts_names_a_wrong_argument(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         experts(**call_of_experts() | changes)
 
@@ -228,7 +228,7 @@ def test_what_experts_refuses(changes, message):
         ({"routing_bias": torch.zeros(1, 16)}, r"routing_bias: expected shape \[16\]"),
     ],
 )  # fmt: skip
-def test_what_fused_moe_refuses(changes, message):
+def test_fused_moe_names_a_wrong_argument(changes, message):
     tensors = dict(zip(TENSORS[:-1], tensors_of(5), strict=True))
     with pytest.raises(ValueError, match=f"^{message}"):
         fused_moe(**tensors | ROUTING | changes)

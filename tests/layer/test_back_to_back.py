@@ -104,7 +104,7 @@ def test_a_call_may_begin_while_the_one_before_ends(
 
 
 @pytest.mark.parametrize("layer", ["given", "by expert", *more("routed", "by expert, bf16")])
-def test_what_changed_since_the_call_before_is_read(layer, emulator):
+def test_a_call_reads_inputs_that_changed_since_the_last(layer, emulator):
     """Weights that were written over in place, and a map in another's place: of an engine that
     sleeps or learns, and of one whose experts move."""
     inputs, shape, form = copy.deepcopy(LAYERS[layer](9))  # other tests have the same weights

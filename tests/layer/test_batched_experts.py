@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_by_name(what, call):
+def test_wrong_arguments_are_refused_by_name(what, call):
     changes, message = REFUSED[what]
     with pytest.raises(ValueError, match=f"^{message}"):
         batched_experts(**call | changes)

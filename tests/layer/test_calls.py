@@ -303,7 +303,7 @@ def failing(layer: FusedLayer, error: Exception) -> FusedLayer:
     return layer
 
 
-def test_what_the_compiled_function_refuses_is_explained(layer, called, monkeypatch):
+def test_refusals_of_the_compiled_function_are_explained(layer, called, monkeypatch):
     monkeypatch.setattr(layer_module, "check_call", refuse)
     with pytest.raises(ValueError, match="said why"):
         failing(layer, TypeError("argument 7"))(*call())

@@ -267,7 +267,7 @@ def test_the_operator(mapped, engine):
 
 
 @backends("gpu")
-def test_what_is_refused_after_a_good_call_is_named(engine):
+def test_wrong_arguments_are_named_after_a_good_call(engine):
     """The compiled function refuses it, the layer says why; and a call after it is good."""
     call, inputs = engine.call(7)
     wanted = experts(**call)
@@ -311,7 +311,7 @@ def test_one_token_needs_no_kernel_but_those_of_more(monkeypatch):
     assert layers[6].actual_form.strided_scales
 
 
-def test_what_stands_first_where_nothing_is_said():
+def test_by_default_fused_moe_has_up_first_and_experts_the_gate():
     tensors, call = tensors_of(5), call_of(5)
     assert torch.equal(
         fused_moe(*tensors, **ROUTING), fused_moe(*tensors, **ROUTING, gate_first=False)

@@ -90,7 +90,7 @@ def test_as_the_model(target, name, terms, tokens, offset, mode, emulator, monke
 @in_the_emulator
 @pytest.mark.all
 @pytest.mark.parametrize(("name", "bad"), [("8 swapped", torch.nan), ("128", torch.inf)])
-def test_what_is_not_finite_spreads_as_in_the_model(name, bad, emulator):
+def test_values_that_are_not_finite_spread_as_in_the_model(name, bad, emulator):
     """The model's outputs are finite where the reference's are: test_misuse.py."""
     inputs = inputs_of(9, 4)
     clean = fused_output_of(inputs, name)
@@ -460,7 +460,7 @@ def test_the_workspace_is_given_back(module, make_inputs):
 
 @on_a_gpu
 @pytest.mark.parametrize("tokens", [7, 80, 901, 4096])
-def test_what_the_workspace_held_before(module, tokens, make_inputs, monkeypatch):
+def test_outputs_do_not_depend_on_a_stale_workspace(module, tokens, make_inputs, monkeypatch):
     """Rows of no pair are loaded, too: whatever they hold, no result shows it."""
     inputs = make_inputs(tokens)
     wanted, filled, allocate = output_of(module, inputs), [], layer.allocate

@@ -372,7 +372,7 @@ def test_memory_around_the_arguments_is_neither_read_nor_written(tokens, make_in
 @on_a_gpu
 @pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x00])
 @pytest.mark.parametrize("tokens", [7, 901])
-def test_what_others_left_in_memory(tokens, byte, make_inputs):
+def test_outputs_do_not_depend_on_stale_memory(tokens, byte, make_inputs):
     """The allocator hands out used memory, small pieces and large ones. `test_fused` has a test of
     fused and hifi, whose memory is one workspace."""
     inputs = make_inputs(tokens)

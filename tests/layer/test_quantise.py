@@ -44,7 +44,7 @@ def test_quantised_values_are_near(magnitude):
     assert ((q.float() * wide - w).abs() <= w.abs() / 16 + wide * 2**-10).all()
 
 
-def test_what_is_quantised_is_contiguous_whatever_it_was_made_of():
+def test_quantised_tensors_are_contiguous():
     for quantise, x in (
         (quantise_rows, torch.randn(256, 128).t()),
         (quantise_blocks, torch.randn(2, 256, 128).transpose(1, 2)),
@@ -76,6 +76,6 @@ BLOCKS = r"^w: expected floating-point \[..., N, K\], multiples of 128, got "
         (quantise_blocks, None, BLOCKS + "NoneType$"),
     ],
 )
-def test_what_cannot_be_quantised_is_named(quantise, x, message):
+def test_tensors_that_cannot_be_quantised_are_named(quantise, x, message):
     with pytest.raises(ValueError, match=message):
         quantise(x)

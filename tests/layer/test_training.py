@@ -261,7 +261,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_by_name(what):
+def test_wrong_arguments_are_refused_by_name(what):
     changes, error, message = REFUSED[what]
     with pytest.raises(error, match=message):
         differentiable_experts(**call() | changes)

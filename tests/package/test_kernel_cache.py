@@ -108,7 +108,7 @@ def test_the_cache_lies_where_the_environment_says(
         assert f"{CACHE_VARIABLE} is empty, or there is no home" in capsys.readouterr().err
 
 
-def test_what_others_put_into_the_cache_stays(tmp_path, monkeypatch):
+def test_foreign_files_in_the_cache_stay(tmp_path, monkeypatch):
     """The variable may say `$HOME`."""
 
     def put(name: str) -> None:
@@ -171,25 +171,6 @@ def test_the_program_lists_and_clears(listing, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         listing()
     assert "Permission denied" in capsys.readouterr().err
-
-
-PARAMETERS = (
-    "(MoeShape(num_experts=256, swiglu=Swiglu(limit=None, alpha=1.0), ue8m0=False), Config("
-    "swap_ab=False, tile_m=192, tile_n=128, cluster_m=1, schedule=<Schedule.STATIC: 'static'>, "
-    "overlap=False), Config(swap_ab=True), 132, True)"
-)
-
-
-def test_no_line_of_the_list_is_longer_than_a_terminals(listing, tmp_path):
-    get(tmp_path, {"kernel": "FusedMoe", "parameters": PARAMETERS})
-    *listed, _ = listing().splitlines()  # the last one has the path
-    assert all(len(line) <= 100 for line in listed)
-    (place,) = (number for number, line in enumerate(listed) if line.endswith("FusedMoe"))
-    shown = " ".join(line.strip() for line in listed[place + 1 : place + 3])
-    assert shown == (
-        "(MoeShape(num_experts=256, swiglu=Swiglu(alpha=1.0)), Config(tile_m=192, tile_n=128, "
-        "cluster_m=1, schedule='static'), Config(swap_ab=True), 132, True)"
-    )
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", '"text"', "null", "\udcff"])
@@ -256,7 +237,7 @@ def test_a_damaged_entry_is_rebuilt(name, content, tmp_path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, OSError, AttributeError, MemoryError])
-def test_what_cannot_be_loaded_is_built_anew(error, tmp_path):
+def test_an_unloadable_kernel_is_built_anew(error, tmp_path):
     get(tmp_path)
     cache = kernels_in(tmp_path, fail(error("no such relocation")))
     why = f"{OBJECT} cannot be loaded .{error.__name__}."
@@ -397,7 +378,7 @@ def test_who_can_write_to_a_kernel_and_to_what_leads_there(
 
 @pytest.mark.parametrize("writable", [".", "kernels", "kernels/Gemm-*", "kernels/Gemm-*/kernel.o"])
 @pytest.mark.parametrize("linked", [False, True], ids=["", "linked"])
-def test_what_others_can_write_is_neither_loaded_nor_written(
+def test_directories_writable_by_others_are_neither_read_nor_written(
     writable, linked, monkeypatch, tmp_path
 ):
     """An entry with a digest that matches can be another user's. One warning serves all."""
@@ -731,7 +712,7 @@ def test_kernels_and_their_parameters_are_part_of_the_key():
     assert first["sources"] != keys[0]["sources"]
 
 
-def test_what_the_compiler_is_told_is_part_of_the_key(key_of, monkeypatch):
+def test_every_input_of_the_compiler_is_part_of_the_key(key_of, monkeypatch):
     """Change an argument's alignment, the options, the machine, the versions, the sources and the
     environment, one at a time."""
     align = compiling.Tensor.__init__

@@ -11,7 +11,6 @@ import pytest
 from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
-from scripts.common import sources
 from scripts.common.program import PACKAGE_DIR, PREFIX, ROOT, UsageError
 from scripts.publishing import pages, rows, tables
 from scripts.publishing.rankings import Recorded, read
@@ -175,7 +174,7 @@ def test_the_hash_in_a_picture_is_of_the_data_alone(copy: Path, recorded: Record
     assert pages.data_hash(copy) == pages.data_hash(recorded.directory)
 
 
-def test_what_cannot_be_generated_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_unknown_blocks_and_records_are_refused(tmp_path: Path, monkeypatch) -> None:
     only_traces = read(record(tmp_path, [trace("x", 7, 1.0)]))
     (page := tmp_path / "page.md").write_text(BLOCK.format("ranking") + "<!-- record: x -->\n")
     monkeypatch.setattr(pages, "PAGES", [page])
@@ -199,25 +198,6 @@ def test_best_cells_are_bold_and_bars_escaped() -> None:
 # --- what is said -----------------------------------------------------------------------------
 
 
-def test_which_sources_have_changed_is_said(tmp_path: Path, monkeypatch) -> None:
-    now = {FLAT: "1", "cutedsl_moe_fp8_v3": "1"}
-    monkeypatch.setattr(sources, "current", lambda *_: now)
-    sweep = [
-        {"subject": name, "hash": "1", "tokens": 7, "active": 7, "pairs": 7, "clock": "device",
-         "value": 0.1, "roofline": 0.05}
-        for name in now
-    ]  # fmt: skip
-    options = {"libs": {"solution_hash": "1"}}
-    traces = [trace(name, 7, 1.0, **options) for name in (*now, "cutedsl_moe_fp8_v1")]
-    recorded = read(record(tmp_path, traces[:2], measurement("sweep", sweep)))
-    assert "changed" not in text_of(recorded, "ranking", "sweep")
-    recorded = read(record(tmp_path, [*traces, trace("x", 7, 1.0)], measurement("sweep", sweep)))
-    now |= {FLAT: "2", "cutedsl_moe_fp8_v1": "1"}
-    text = text_of(recorded, "ranking", "sweep")
-    assert text.count("Since this run the source of flat has changed.") == 1
-    assert text.count("Since this measurement the source of flat has changed.") == 1
-
-
 def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:
     bit = {"subject": FLAT, "part": "again", "compared": 7, "differ": 1}
     bits = [bit | {"hash": "1", "tokens": 7, "largest": 1e-3},
@@ -225,20 +205,6 @@ def test_bits_are_of_the_sources_that_were_timed(tmp_path: Path) -> None:
     traces = [trace(FLAT, 7, 1.0, libs={"solution_hash": "1"})]
     table = tables.checks_table(read(record(tmp_path, traces, measurement("bits", bits))).main)
     assert table.note.endswith(" T=7; the largest relative difference of any token is 1.0e-03.")
-
-
-def test_every_engine_that_served_is_named(tmp_path: Path) -> None:
-    case = {"model": "m", "layers": 2, "gpus": 1, "parallel": "tensor", "part": "decode", "size": 1,
-            "unit": "ms a step", "spread": 0.01, "engine_version": "1"}  # fmt: skip
-    measurements = []
-    for engine, name, ms in (("vllm", "served", 3.0), ("sglang", "served_sglang", 4.0)):
-        both = [case | {"subject": "engine", "engine": engine, "value": ms},
-                case | {"subject": "ours", "engine": engine, "value": 2.0}]  # fmt: skip
-        measurements += measurement(name, both)
-    recorded = read(record(tmp_path, [trace(FLAT, 7, 1.0)], measurements))
-    text = text_of(recorded, "mean_gains")
-    assert text.startswith("GPU A, vllm 1, sglang 1: speed-up over the best of the engine's own")
-    assert "| m, 2 layers, in vLLM | 1.50x | | m, 2 layers, in SGLang | 2.00x |" in text
 
 
 def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line(tmp_path: Path):
@@ -262,7 +228,7 @@ def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line
     assert bars == [(0.0, 3.0), (1.0, 40.0), (42.0, 6.0)]
 
 
-def test_what_failed_stands_below_a_sweep(tmp_path: Path) -> None:
+def test_failures_stand_below_a_sweep(tmp_path: Path) -> None:
     figures = {"clock": "device", "value": 0.1}, {"error": "no|room"}, {"error": "no|room"}
     same = {"subject": FLAT, "active": 7, "pairs": 7, "roofline": 0.05}
     rows_of = [same | {"tokens": 2**n} | figure for n, figure in enumerate(figures)]

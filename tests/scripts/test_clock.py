@@ -127,7 +127,7 @@ def test_graphs_are_timed_and_given_back_where_the_next_finds_no_memory(
     assert cuda.called_on == {clock.own_stream()}, "of all problems"
 
 
-def test_what_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
+def test_a_call_that_finds_no_memory_alone_is_an_error(cuda, monkeypatch) -> None:
     tries = []
 
     class Larger(Kernel):

@@ -29,7 +29,6 @@ from scripts.common.program import (
     EXIT_OK,
     ROOT,
     UsageError,
-    run_main,
 )
 from scripts.measuring import cases, clock, layers
 from scripts.measuring.cases import Histogram, Plan
@@ -85,7 +84,7 @@ def test_a_solution_that_changes_its_inputs_is_reported_and_harms_no_other() -> 
     assert "inputs_changed" not in right and right["calc_diff"] < 1e-5, "the weights are everyone's"
 
 
-def test_what_fails_as_a_whole_is_said_of_each_and_the_rest_is_measured(monkeypatch) -> None:
+def test_a_failing_reference_costs_its_workload_alone(monkeypatch) -> None:
     """The reference exits on one workload, another has no inputs, and a solution exits."""
     real = cases.Inputs.of
 
@@ -172,16 +171,10 @@ def test_only_what_is_right_is_timed_and_what_fails_costs_its_own_rows(calls, cu
     }
 
 
-def test_what_flashinfer_bench_has_judged_is_timed_though_it_is_wrong(calls) -> None:
+def test_a_wrong_solution_of_a_run_is_timed(calls) -> None:
     into = rows.Writer("times", "GPU A", "m")
     layers.measure_calls(into, {}, small.definition(), [], {"wrong": (calls["wrong"], {})}, 3)
     assert [row.get("clock") for row in into.rows] == [None, "device", "harness"]
-
-
-def test_one_clock_where_the_harness_has_the_devices(calls, monkeypatch) -> None:
-    monkeypatch.setattr(clock, "HARNESS_EVENTS", False)
-    times = clock.both_times({"right": calls["right"]()}, 3)
-    assert list(times["right"]) == ["device"] and times["right"]["device"]["method"] == "graph"
 
 
 # --- the program on a run -------------------------------------------------------------------------
@@ -309,15 +302,6 @@ def test_a_run_is_measured_as_far_as_it_was(program, tmp_path: Path) -> None:
     assert pairs_of(tmp_path) == [(3, "right")]
 
 
-@pytest.mark.parametrize(("run", "foreign"), [("a", False), ("b", True), ("ab", True)])
-def test_code_of_the_data_set_counts_beside_ours_too(run: str, foreign: bool) -> None:
-    solutions = {
-        name: small.solution(name, f"def run(x, w, factor, output): {name}") for name in "ab"
-    }
-    what = Plan(None, [solutions[name] for name in run], [], set(), "", {}, [solutions["a"]])
-    assert what.foreign == foreign
-
-
 def test_a_run_is_of_the_definition_that_it_names(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"definition": find("glm5").name}))
     for options, wanted in ([], "glm5"), (["--definition", "qwen3_30b"], "qwen3_30b"):
@@ -338,28 +322,7 @@ def test_a_run_without_outputs_or_traces_has_nothing_to_measure(program, tmp_pat
         program("--run", str(tmp_path))
 
 
-def test_sources_that_cannot_be_packed_fail(program, monkeypatch, capsys) -> None:
-    def load(root: Path, definition: object):
-        raise sources.PackError("gen.py: no docstring")
-
-    monkeypatch.setattr(cases, "load_with_ours", load)
-    with pytest.raises(SystemExit) as ended:
-        run_main(program)
-    assert ended.value.code == EXIT_FAILED
-    assert capsys.readouterr().err == "error: gen.py: no docstring\n"
-
-
 # --- what is chosen -------------------------------------------------------------------------------
-
-
-def test_the_machine_is_that_of_the_device(program, monkeypatch) -> None:
-    asked = []
-    monkeypatch.setattr(cases, "this_machine", lambda use_gpu: asked.append(use_gpu))
-    monkeypatch.setattr(cases, "split_available", lambda may, *_: (list(may), {}))
-    plan = cases.choose(ROOT, True)
-    cases.choose(ROOT, False)
-    assert asked == [True, False]
-    assert "theirs" not in {s.name for s in plan.solutions}, "not asked for"
 
 
 @pytest.mark.all
@@ -439,7 +402,9 @@ def test_a_token_of_its_own_bits_passes_every_check(as_many_as_on_a_gpu) -> None
     ],
     ids=["others", "place", "few", "calls", "keeps", "smallest"],
 )
-def test_what_is_noticed(as_many_as_on_a_gpu, content: str, fails: list[str]) -> None:
+def test_every_dependence_on_the_batch_is_noticed(
+    as_many_as_on_a_gpu, content: str, fails: list[str]
+) -> None:
     assert failing(content) == fails
 
 
@@ -527,7 +492,7 @@ def test_a_replay_comes_after_other_calls_into_an_output_of_nothing(monkeypatch)
     ("differ", "cell"),
     [([], "-"), ([0], "yes"), ([0, 0], "yes"), ([0, 3], "no"), ([3, 0], "no")],
 )
-def test_what_is_batch_invariant_was_tried_and_never_differed(differ: list, cell: str) -> None:
+def test_batch_invariant_solutions_were_tried_and_never_differed(differ: list, cell: str) -> None:
     checks = {"replayed": {"not_tried": "its host waits"}, "alone": {"error": "no memory"}}
     checks |= {str(n): {"compared": 4, "differ": tokens} for n, tokens in enumerate(differ)}
     assert tables.batch_invariant(checks) == cell
@@ -591,7 +556,9 @@ def test_a_run_gets_the_file_and_its_ranking_the_column(bits_program, tmp_path: 
     assert tables.BATCH_INVARIANT not in pages.print_rankings([elsewhere])
 
 
-def test_what_fails_is_said_and_has_no_checks(bits_program, tmp_path: Path, capsys) -> None:
+def test_a_failing_solution_has_an_error_and_no_checks(
+    bits_program, tmp_path: Path, capsys
+) -> None:
     path = tmp_path / "figures.jsonl"
     assert bits_program("--out", str(path)) == EXIT_FAILED
     lines = rows.read(path).rows

@@ -61,7 +61,7 @@ def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
     assert changed.inputs["local_expert_offset"].value == spec.local_expert_offset
 
 
-def test_what_a_definition_has_no_input_for_is_left_out() -> None:
+def test_arguments_without_an_input_of_the_definition_have_defaults() -> None:
     problems = cases.Problems(ROOT, "cpu", 1, find("qwen3_next"))
     moe_inputs = problems.by_name(list(problems.inputs.definition.inputs))
     assert (moe_inputs.routing_bias, moe_inputs.local_expert_offset) == (None, 0)
@@ -374,7 +374,7 @@ def test_it_fails_where_one_of_ours_does(sweep, monkeypatch) -> None:
         ("--solutions fused fusd --definition glm5", "no solution fusd; there are: "),
     ],
 )
-def test_what_no_layer_has_is_refused(sweep, arguments: str, message: str) -> None:
+def test_arguments_that_no_layer_has_are_refused(sweep, arguments: str, message: str) -> None:
     done, *_ = sweep(*arguments.split())
     assert done.returncode == 2 and message in done.stderr
 

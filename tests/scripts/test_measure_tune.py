@@ -17,7 +17,7 @@ from scripts.publishing import rows
 from scripts.publishing.tables import tuned_table
 
 
-def test_what_ships_loses_to_the_best_or_did_not_run() -> None:
+def test_a_shipped_config_that_is_slower_or_did_not_run_has_an_error() -> None:
     into = rows.Writer("tune_layer", "a GPU", "m")
     for t, us in enumerate(({"a": 10.4, "b": 10.0}, {"b": 10.0}, {}, {"a": 9.0, "b": 9.5})):
         tune.add_verdict(into, {"tokens": t}, us, "a")
@@ -113,7 +113,7 @@ def test_the_pairs_are_those_of_the_terms(terms: int, measure, monkeypatch) -> N
     assert done.returncode == 0 and {row["subject"] for row in recorded.rows} == set(wanted)
 
 
-def test_what_ships_and_did_not_run_fails(measure, monkeypatch) -> None:
+def test_a_shipped_config_that_did_not_run_fails(measure, monkeypatch) -> None:
     def device_times(calls, repeats: int) -> dict:
         return {**timed_alike(calls, repeats), next(iter(calls)): {"error": "no memory"}}
 

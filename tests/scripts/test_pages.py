@@ -108,7 +108,7 @@ def options(page: Path) -> list[str]:
         (commits, 10),
     ],
 )
-def test_what_is_looked_for_is_found_on_the_pages(finder, least: int) -> None:
+def test_the_checks_find_their_targets_on_the_pages(finder, least: int) -> None:
     """A test that finds nothing to look up cannot fail."""
     assert sum(len(finder(page)) for page in PAGES) >= least
 

@@ -27,7 +27,7 @@ from programs import call
 
 import run
 from scripts.common import program
-from scripts.common.program import ROOT, duration, markdown, printable, write_file
+from scripts.common.program import ROOT, markdown, printable, write_file
 from scripts.measuring.processes import Tasks
 from scripts.publishing.tables import Table
 
@@ -206,10 +206,6 @@ def test_ctrl_c_while_something_is_imported_is_quiet(
         assert (process.returncode, stderr) == (dict(ENDING)[number], "interrupted\n")
 
 
-def test_durations() -> None:
-    assert [duration(s) for s in (4.21, 65, 7385)] == ["4.2 s", "1 min 05 s", "2 h 03 min"]
-
-
 # --- progress -------------------------------------------------------------------------------------
 
 
@@ -220,20 +216,6 @@ def clock(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
     monkeypatch.setattr(program, "TICK_SECONDS", 1000.0)
     return clock
-
-
-def test_a_step_is_announced_with_the_time_that_remains_by_weight(clock, capsys) -> None:
-    for item in program.steps(["a\x1b", "bb", "ccc"], weight=len):
-        program.note(f"does {item}")
-        clock.now += 40
-    assert capsys.readouterr().err.splitlines() == [
-        "[1/3] a\\x1b   elapsed 00:00, remaining ?",
-        "        does a\\x1b",
-        "[2/3] bb   elapsed 00:40, remaining 01:40",
-        "        does bb",
-        "[3/3] ccc   elapsed 01:20, remaining 01:00",
-        "        does ccc",
-    ]
 
 
 def test_tasks_are_counted_as_they_end_and_those_that_run_are_named(clock, capsys) -> None:
@@ -359,12 +341,6 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 @pytest.mark.parametrize("name", run.programs())
-def test_help(name: str) -> None:
-    done = call(name, "--help")
-    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("name", run.programs())
 def test_help_names_every_default(name: str, monkeypatch) -> None:
     class Parsed(Exception):
         pass
@@ -421,18 +397,7 @@ def test_usage_errors_have_status_2_and_one_line(name, arguments, message) -> No
 
 
 @no_gpu
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch) -> None:
-    """A run's directory that cannot be made: refused before anything is measured."""
-    traces = tmp_path / "traces"
-    arguments = ["--cpu", "--workloads", "1", "--traces", traces]
-    monkeypatch.setattr(program.os, "access", lambda *_: [traces.touch()])  # made in between
-    result = call("bench", *arguments, "--solutions", "cutedsl_moe_fp8_v2")
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1] == f"error: {traces}: File exists"
-
-
-@no_gpu
 @pytest.mark.parametrize("what", ["roofline", "kernels", "sweep", "gemm", "batched", "tune_layer"])
-def test_what_needs_a_gpu_says_so(what: str) -> None:
+def test_measurements_name_the_missing_gpu(what: str) -> None:
     result = call("measure", what)
     assert result.returncode == 2 and "no GPU is visible" in result.stderr

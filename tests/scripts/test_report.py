@@ -199,7 +199,7 @@ def test_without_a_gpu_the_page_begins_with_this_run_and_ends_with_the_first_rec
     assert "not measured in this run" not in page_of(both)[0], "it has a GPU's"
 
 
-def test_what_traces_say_is_escaped(tmp_path: Path) -> None:
+def test_texts_of_traces_are_escaped(tmp_path: Path) -> None:
     libs = {"timing": EVIL, "tolerance": EVIL}
     text, _ = page_of(record(tmp_path, [trace("x", 7, 1.0, hardware=EVIL, libs=libs)]))
     assert EVIL not in text and text.count("&lt;script&gt;alert(1)") > 3

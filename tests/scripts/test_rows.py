@@ -3,7 +3,6 @@ and figures join the results that they belong to."""
 
 import codecs
 import json
-import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +112,7 @@ def test_of_two_at_once_a_result_has_the_figures_of_the_one_that_began_last(tmp_
     assert result["device"] == 2.0 and result["roofline"] == 90.0
 
 
-def test_what_is_no_number_is_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_as_flashinfer_bench_does(tmp_path: Path) -> None:
     into = Writer("bits", "GPU A", "how", tmp_path / rows.FILE)
     into.add({}, "x", cosine=NAN, calc_diff=INFINITE, largest=-INFINITE)
     written = {"cosine": "NaN", "calc_diff": "Infinity", "largest": "-Infinity"}
@@ -210,20 +209,6 @@ def test_bytes_that_are_no_json_are_refused_in_one_line(
     assert path.read_bytes().startswith(content)
 
 
-def test_a_row_that_a_full_disk_cuts_short_is_taken_away_before_the_next(tmp_path: Path) -> None:
-    into = Writer("times", "GPU A", "how", path := tmp_path / rows.FILE)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, before[1]))
-    try:
-        with pytest.raises(OSError):
-            into.add(CASE, "x", value=1.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not path.read_bytes().endswith(b"\n")
-    added = into.add(CASE, "x", value=2.0)
-    assert rows.read(path).rows == [added]
-
-
 def of_times(**fields: Any) -> list[dict]:
     return measurement("times", [CASE | fields])
 
@@ -264,7 +249,7 @@ NO_ROWS = [
 
 
 @pytest.mark.parametrize(("lines", "message"), NO_ROWS)
-def test_what_is_no_row_is_refused(lines: list, message: str, tmp_path: Path) -> None:
+def test_malformed_rows_are_refused(lines: list, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / rows.FILE, lines)
     with pytest.raises(UsageError, match=rf"rows\.jsonl:{message}[^\n]*$"):
         rows.read(path)
@@ -302,7 +287,7 @@ NO_TRACES = [
 
 
 @pytest.mark.parametrize("line", NO_TRACES)
-def test_what_is_no_trace_is_refused(line: Any, tmp_path: Path) -> None:
+def test_malformed_traces_are_refused(line: Any, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(changed()) + "\n\n" + json.dumps(line) + "\n")
     with pytest.raises(UsageError, match=r"t\.jsonl:3 is no trace: [^\n]*$"):
@@ -509,7 +494,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize(("row", "expected"), SPREADS)
-def test_what_is_not_known_of_a_time_is_none(row: dict, expected: tuple, tmp_path: Path) -> None:
+def test_unknown_parts_of_a_time_are_none(row: dict, expected: tuple, tmp_path: Path) -> None:
     rows_of = measurement("times", figures([{"clock": "device"} | row]))
     result = read_one(tmp_path, ours(), rows_of)
     assert (result["device"], result["device_spread"]) == expected
@@ -539,11 +524,6 @@ def test_figures_join_a_result_of_the_same_pair_source_and_gpu(name: str, tmp_pa
     assert pd.notna(result["device"]) == (name == "same")
 
 
-def test_the_hash_that_joins_may_be_that_of_run_json(tmp_path: Path) -> None:
-    rows_of = measurement("times", figures())
-    assert read_one(tmp_path, ours(hash=""), rows_of, solutions={"x": "1"})["device"] == 2.0
-
-
 def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) -> None:
     times = measurement("times", [*figures(), *figures(solution="y")])
     again = measurement("times", figures([{"clock": "device", "value": 1.5}]))
@@ -557,7 +537,7 @@ def test_a_part_that_is_measured_again_replaces_that_part_alone(tmp_path: Path) 
     assert [row.checks["again"]["differ"] for row in (x, y, z)] == [0, 0, 2] and other.checks == {}
 
 
-def test_what_changed_its_inputs_by_its_row_has_failed(tmp_path: Path) -> None:
+def test_a_row_with_changed_inputs_fails_its_result(tmp_path: Path) -> None:
     rows_of = measurement("times", figures([{"inputs_changed": ["hidden_states"]}]))
     x, y = read_results([record(tmp_path, [ours(), ours("y")], rows_of)]).itertuples()
     assert (x.status, y.status) == ("CHANGED_INPUTS", "PASSED")

@@ -154,7 +154,7 @@ BENCH = {"pip", "torch", run.PROJECT, *run.requirements("bench")}
         (BENCH, ["bench"], []),
     ],
 )
-def test_what_is_missing_is_installed_and_nothing_else(there, extras, started, venv: Venv) -> None:
+def test_only_missing_packages_are_installed(there, extras, started, venv: Venv) -> None:
     venv.outside = there == {"outside"}
     venv.packages |= there
     wanted = sys.executable if venv.outside else str(python_of_venv())
@@ -166,7 +166,7 @@ def test_what_is_missing_is_installed_and_nothing_else(there, extras, started, v
     ("has_pip", "message"),
     [(True, "pip could not install the project"), (False, "venv could not make")],
 )
-def test_what_cannot_be_set_up_is_one_line_after_its_own_and_stays(
+def test_a_failed_setup_ends_with_one_line(
     has_pip: bool, message: str, bare, monkeypatch, capfd
 ) -> None:
     if has_pip:
@@ -231,7 +231,7 @@ def test_help_installs_nothing(
         ("data --root=", "argument --root: '' is no path"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_installed(
+def test_wrong_options_are_named_before_anything_is_installed(
     arguments: str, message: str, without_packages, capfd
 ) -> None:
     assert run.main(arguments.split()) == 2
@@ -239,7 +239,7 @@ def test_what_is_wrong_is_said_before_anything_is_installed(
     assert message in shown.err and shown.out == "" and "Traceback" not in shown.err
 
 
-def test_what_may_be_right_is_set_up_first(without_packages, monkeypatch) -> None:
+def test_legal_options_set_up_the_environment(without_packages, monkeypatch) -> None:
     monkeypatch.setattr(run, "set_up", lambda extras: f"a python with {extras}")
     with pytest.raises(Started) as started:
         run.main(["bench", "--trials", "3"])
@@ -391,12 +391,6 @@ def test_commands(monkeypatch, capsys) -> None:
     with pytest.raises(Started) as started:
         run.main(["pack", "--help"])
     assert started.value.args == (["python", str(run.programs()["pack"]), "--help"],)
-
-
-def test_the_package_is_importable_by_what_it_starts(monkeypatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/tmp/site")
-    paths = f"{ROOT}:{ROOT}/solutions:{ROOT}/emulator:/tmp/site"
-    assert run.environment()["PYTHONPATH"] == paths
 
 
 def test_every_program_ends_by_run_main_and_nothing_else_is_one() -> None:

@@ -34,7 +34,7 @@ from scripts.publishing.rows import FILE, read
 from scripts.serve import Backend
 from scripts.serving import clients, engines, worker
 from scripts.serving.engines import OWN, Generated, Setup, Vllm, find_model, start
-from scripts.serving.worker import Measuring, TimesGraphs, checking, prompts
+from scripts.serving.worker import Measuring, TimesGraphs, checking
 
 STAND_IN = ROOT / "tests/support/stand_ins/engines"
 SMALL = MoeShape(4, 4, 256, 128, 1, 1, 2, "given")
@@ -136,7 +136,7 @@ def test_both_start_until_neither_compiles(compile_, starts, monkeypatch, tmp_pa
         ("dies", "^ours: the process ended; the end of"),
     ],
 )
-def test_what_goes_wrong_is_one_error(wrong, message, stand_in, monkeypatch, tmp_path):
+def test_a_broken_engine_is_one_error(wrong, message, stand_in, monkeypatch, tmp_path):
     monkeypatch.setenv("STAND_IN", wrong)
     setup = Setup("vllm", "ours", find_model("deepseek-v3", None, True), random_weights=True)
     with pytest.raises(Failure, match=message):
@@ -777,18 +777,6 @@ def test_the_mean_gains_have_a_line_a_model_with_the_most_layers_on_one_gpu():
     assert list(first) == ["served", "a decode step"]
 
 
-def test_experts_over_ranks_without_flashinfer_are_named_so():
-    of_ranks = {"gpus": 2, "parallel": "expert"}
-    rows = [row(subject, "decode", 1, 1.0, "ms a step", **of_ranks)
-            for subject in ("engine", "ours")]  # fmt: skip
-    name = "m, 2 layers, 2 GPUs, expert parallel"
-    assert list(tables.gains_table(rows).frame.served) == [f"{name}, without FlashInfer"]
-    rows.append(row("flashinfer_cutlass", "decode", 1, 1.0, "ms a step", **of_ranks))
-    assert list(tables.gains_table(rows).frame.served) == [name]
-    sglang = [of_rank | {"engine": "sglang"} for of_rank in rows[:2]]
-    assert list(tables.gains_table(sglang).frame.served) == [f"{name}, in SGLang"]
-
-
 def test_of_the_layers_the_worst_is_named():
     what = "calc_diff of a layer"
     rows = [row("ours", what, n, value, "") for n, value in enumerate((1e-4, 3e-4, 2e-4))]
@@ -924,7 +912,7 @@ def test_sglang_s_ranks_leave_their_times_in_files(tmp_path, monkeypatch):
     assert asked[:3] == [("time_graphs", {"steps": 16}), "generate", ("report_graph_times", {})]
 
 
-def test_what_a_backend_cannot_tell_has_no_row():
+def test_an_unknown_time_has_no_row():
     def backend(name: str) -> SimpleNamespace:
         asked = iter(range(100))
         return SimpleNamespace(
@@ -941,23 +929,6 @@ def test_what_a_backend_cannot_tell_has_no_row():
     ]  # fmt: skip
     assert (rows[2]["value"], rows[2]["least"], rows[2]["most"]) == (5.5, 5.0, 6.0), "no warm-up"
     assert rows[2]["spread"] == pytest.approx(1 / 5.5, abs=1e-4)
-
-
-@pytest.mark.parametrize("place", [1, 2, 3])
-def test_what_a_backend_cannot_tell_once_has_no_row(place):
-    """One of three repeats after the warm-up: files with NaN are not read."""
-
-    def ask(what: str, size: int, repeat: int) -> float:
-        return math.nan if what == "graph" and repeat == place else 1.0
-
-    rows = list(serve.timed([named("ours", ask=ask)], serve.Plan((1,), (), 3).figures, 3))
-    assert [row["part"] for row in rows] == ["decode", "mixed"]
-
-
-def test_prompts_are_drawn_once_and_for_all():
-    first = prompts(1000, (3, 5), 7)
-    assert first == prompts(1000, (3, 5), 7) != prompts(1000, (3, 5), 8)
-    assert [len(p) for p in first] == [3, 5] and all(10 <= t < 990 for p in first for t in p)
 
 
 def test_the_engine_finds_what_watches_it(tmp_path: Path, monkeypatch):
@@ -985,7 +956,7 @@ def test_ranks_that_are_forks_of_the_process_that_watches_are_told_apart(tmp_pat
 
 
 @pytest.mark.parametrize(("cached", "counts"), [(True, [3, 3, 6]), (False, [3, 6, 9])])
-def test_what_is_compiled_is_counted_wherever_it_happens(cached, counts, tmp_path, monkeypatch):
+def test_compiled_kernels_are_counted_in_every_process(cached, counts, tmp_path, monkeypatch):
     """The first of three kernels in a process of `prepare`'s, where kernels are kept; then what is
     found on disk, then what has gone from there."""
 

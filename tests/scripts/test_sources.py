@@ -593,7 +593,7 @@ def test_installed_versions_of_this_interpreter() -> None:
     assert [installed_version(name) for name in names] == [*versions, "", None]
 
 
-def test_what_this_checkout_packs_runs_on_which_gpu() -> None:
+def test_every_packed_solution_names_the_gpus_that_run_it() -> None:
     """Ours on every GPU that they name, which there are kernels for; a peer where its library has
     them."""
     from moe_fp8.kernels.architectures import ARCHITECTURES

@@ -488,7 +488,7 @@ def test_a_model_that_is_not_understood_is_a_failure(
     assert line.startswith(f"error: {why.format(config)}") and ";" not in line
 
 
-def test_what_is_read_is_named(config, compiled, tmp_path, capsys) -> None:
+def test_the_program_names_the_fields_it_read(config, compiled, tmp_path, capsys) -> None:
     more = {"swiglu_limit": 7.0, "hidden_act": "silu", "n_shared_experts": 1}
     config.joinpath("config.json").write_text(json.dumps({**SMALL, **more}))
     assert run(config, tmp_path / "out") == 0

@@ -198,7 +198,7 @@ def gpu(monkeypatch) -> SimpleNamespace:
     api._layers_seen.cache_clear()
 
 
-def test_what_is_prepared_is_loaded_once_on_every_gpu(gpu):
+def test_prepared_kernels_are_loaded_once_on_every_gpu(gpu):
     few = call(tokens=4)
     assert few == len(gpu.compiled)
     assert gpu.launched == [(1, 0, [*geometry[1:3]]) for geometry in gpu.compiled]

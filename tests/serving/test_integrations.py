@@ -123,7 +123,7 @@ def test_a_driver_older_than_what_the_kernels_are_compiled_for(asked, toolkit, w
     assert plugins.why_not_here() == why
 
 
-def test_what_an_engine_lacks(monkeypatch):
+def test_missing_names_of_an_engine_are_listed(monkeypatch):
     class Fields(NamedTuple):
         x: int
         y: int
@@ -152,7 +152,7 @@ def test_what_an_engine_lacks(monkeypatch):
     assert plugins.lacking({"an_engine.gone:function": ""}) == ["an_engine.gone.function"]
 
 
-def test_what_a_base_class_of_an_engine_has_otherwise():
+def test_other_signatures_of_an_engines_base_class_are_listed():
     class Base(abc.ABC):
         def same(self, a, b=0):
             return a

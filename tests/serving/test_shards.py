@@ -96,7 +96,7 @@ WRONG = [  # the place of an argument, its change, the message
 
 
 @pytest.mark.parametrize(("place", "change", "message"), WRONG)
-def test_what_is_wrong_is_named(place, change, message):
+def test_a_wrong_shard_is_named(place, change, message):
     shard, first = shard_of(Weights(LOCAL, HIDDEN, 384), 1, 2)
     wrong: list = [*shard, first]
     wrong[place] = change(wrong[place])
