@@ -1,18 +1,17 @@
 """The experts of tokens that lie by expert: the bits of `experts`, the reference model's outputs,
 graphs, repeats, and what is refused."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 import ptxemu
 import pytest
 import torch
-from markers import backends, more, only
+from markers import backends, only
 from moe_fp8 import batched_experts, experts, prepare, reference
 from moe_fp8.api import call_of
 from moe_fp8.cache import CACHE_VARIABLE
-from moe_fp8.call import BatchedInputs, Form, MoeShape, RoutedInputs, Swiglu
+from moe_fp8.call import BatchedInputs, MoeShape
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.permute import PLACE_WARPS
@@ -20,7 +19,7 @@ from moe_fp8.layer import BatchedLayer, FusedLayer
 from moe_fp8.reference import calc_diff, quantise_rows
 from moe_fp8.serving import prepare as ahead
 from mutants import noticed as noticed_in
-from problems import TOLERANCE, configs_of, fp8, fused_output, odd_tokens, use_target
+from problems import TOLERANCE, configs_of, fused_output, odd_tokens, use_target
 from ptxemu.testing import replace
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -30,29 +29,67 @@ COUNTS = {
     "a few": [1, 0, 3, 8, 2, 0, 5, 7],
     "dozens": [40, 64, 0, 65, 1, 33, 90, 17],
     "some full": [300, 128, 0, 300, 192, 7, 256, 299],
+    "one full": [3, 0, 45, 1, 8, 0, 0, 0],
     "one expert": [0, 0, 0, 0, 0, 0, 0, 300],
     "none": 8 * [0],
 }
 """Tokens of each expert; as many as there are places, where there are fewer."""
+UNTOUCHED = 7.0
 of_a_device = backends("cpu", "gpu")
+anywhere = backends("cpu", "emulator", "gpu")
 each_type = pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+
+
+class Kernel(NamedTuple):
+    target: str
+    name: str
+    terms: int = 1
+
+
+EARLY = Kernel("sm_90a", "8 swapped, early")
+SOME = [EARLY, Kernel("sm_90a", "192 on demand"), Kernel("sm_100a", "32 swapped")]
+OTHERS = [
+    *(Kernel("sm_90a", "8 swapped, early", 2), Kernel("sm_90a", "64 overlapped", 2)),
+    *(Kernel("sm_90a", "32 swapped"), Kernel("sm_90a", "128"), Kernel("sm_90a", "128", 2)),
+    *(Kernel("sm_100a", "16 swapped in pairs"), Kernel("sm_100a", "256 on demand")),
+    *(Kernel("sm_100a", "16 swapped", 2), Kernel("sm_100a", "128", 2)),
+    Kernel("sm_100a", "256 by two CTAs"),
+]
+EVERY = [SOME[0], Kernel("sm_90a", "64 overlapped", 2), SOME[2], *SOME[1:2], *OTHERS]
+
+
+def by(kernels: list[Kernel], by_default: int = 1) -> pytest.MarkDecorator:
+    """Run a test by these kernels in the emulator, elsewhere by those that the function chooses."""
+    emulated = backends("emulator")
+    marks = [[emulated] if n < by_default else [emulated, pytest.mark.all] for n in range(99)]
+    kinds = [pytest.param(k, marks=m) for k, m in zip(kernels, marks, strict=False)]
+    chosen = pytest.param(None, marks=of_a_device, id="chosen")
+    return pytest.mark.parametrize("kernel", [chosen, *kinds], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def target(request, monkeypatch) -> None:
+    kernel = request.node.callspec.params.get("kernel") if hasattr(request.node, "callspec") else 0
+    if kernel:
+        use_target(monkeypatch, kernel.target)
 
 
 class Layer:
     """Arguments on a device, and what must come of them. On a GPU the widths are those of
     DeepSeek-V3 and Kimi-K2."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.hidden, self.width, self.rows = (
-            (7168, 2048, 300) if device == "cuda" else (384, 256, 7)
-        )
-        generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, backend: Any, experts: int = EXPERTS, hidden: int = 0, width: int = 0):
+        self.device, self.experts = backend.device, experts
+        self.rows = {"cpu": 7, "emulator": 45, "gpu": 300}[backend.name]
+        sizes = (7168, 2048) if backend.name == "gpu" else (384, 256)
+        self.hidden, self.width = hidden or sizes[0], width or sizes[1]
+        generator = torch.Generator(self.device).manual_seed(0)
 
         def random(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            values = torch.randn(EXPERTS, *size, generator=generator, device=device)
-            blocks = (EXPERTS, *(n // 128 for n in size))
-            scale = 0.5 + torch.rand(blocks, generator=generator, device=device)
+            values = torch.randn(experts, *size, generator=generator, device=self.device)
+            blocks = (experts, *(n // 128 for n in size))
+            scale = torch.rand(blocks, generator=generator, device=self.device)
+            scale = (0.5 + scale).where(scale < 0.5, -scale)
             return values.clamp_(-2, 2).to(FP8), scale / size[1] ** 0.5
 
         both = *random(2 * self.width, self.hidden), *random(self.hidden, self.width)
@@ -63,14 +100,14 @@ class Layer:
         rows = self.rows if rows is None else rows
         counts = [min(rows, count) for count in counts]
         generator = torch.Generator(self.device).manual_seed(sum(counts))
-        size = EXPERTS, rows, self.hidden
+        size = self.experts, rows, self.hidden
         x = torch.randn(size, generator=generator, device=self.device).bfloat16()
         num_tokens = torch.tensor(counts, dtype=torch.int32, device=self.device)
         beyond = torch.arange(rows, device=self.device) >= num_tokens.unsqueeze(1)
         if not fp8:
             return {"x": x.masked_fill(beyond.unsqueeze(-1), torch.nan), "num_tokens": num_tokens}
         q, scale = quantise_rows(x.view(-1, self.hidden))
-        q, scale = q.view(x.shape), scale.t().reshape(EXPERTS, rows, -1)
+        q, scale = q.view(x.shape), scale.t().reshape(self.experts, rows, -1)
         q.view(torch.uint8)[beyond] = 0x7F
         scale = scale.masked_fill(beyond.unsqueeze(-1), torch.nan)
         scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
@@ -82,46 +119,76 @@ class Layer:
 
 @pytest.fixture(scope="module")
 def layer(backend) -> Layer:
-    return Layer(backend.device)
+    return Layer(backend)
 
 
 def there_of(call: dict[str, Any]) -> torch.Tensor:
     return torch.arange(call["x"].shape[1], device=call["x"].device) < call["num_tokens"][:, None]
 
 
-def run(call: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Return the output; nothing but the tokens' places may be written."""
-    out = torch.full_like(call["x"], 7.0, dtype=BF16)
-    assert batched_experts(**call | options, out=out) is out
-    assert (out[~there_of(call)] == 7).all()
+def emulated(function: Any, arguments: tuple, kernel: Kernel, **options: Any) -> torch.Tensor:
+    """Call a function by a kernel of the emulator, without a hazard."""
+    layer, inputs, _ = call_of(function, *arguments, **options, accurate=kernel.terms == 2)
+    ptxemu.reports.clear()
+    out = fused_output(inputs, layer.shape, configs_of(*kernel), layer.actual_form, UNTOUCHED)
+    assert ptxemu.reports and not any(report.hazards for report in ptxemu.reports)
     return out
 
 
-def by_experts(call: dict[str, Any], **options: Any) -> torch.Tensor:
+def run(call: dict[str, Any], kernel: Kernel | None = None, **options: Any) -> torch.Tensor:
+    """Return the output; nothing but the tokens' places may be written."""
+    if kernel:
+        out = emulated(batched_experts, (), kernel, **call | options)
+        assert len(ptxemu.reports) == 3, "kernels"
+    else:
+        out = torch.full_like(call["x"], UNTOUCHED, dtype=BF16)
+        assert batched_experts(**call | options, out=out) is out
+    assert (out[~there_of(call)] == UNTOUCHED).all()
+    return out
+
+
+def by_experts(call: dict[str, Any], kernel: Kernel | None = None, **options: Any) -> torch.Tensor:
     """The tokens' rows by `experts`, of one expert each with a weight of 1."""
     there = there_of(call)
     ids = torch.arange(len(there), device=there.device).unsqueeze(1).expand(there.shape)[there]
     scale = call.get("x_scale")
     x = call["x"].view(torch.uint8)[there].view(call["x"].dtype)
-    return experts(
-        ids.unsqueeze(1).int(), torch.ones(len(ids), 1, device=x.device), x,
-        *(call[name] for name in NAMES),
-        x_scale=None if scale is None else scale[there].t(), **options,
-    )  # fmt: skip
+    weights = torch.ones(len(ids), 1, device=x.device)
+    arguments = ids.unsqueeze(1).int(), weights, x, *(call[name] for name in NAMES)
+    options["x_scale"] = None if scale is None else scale[there].t()
+    return (
+        emulated(experts, arguments, kernel, **options)
+        if kernel and len(ids)
+        else experts(*arguments, **options)
+    )
 
 
-@of_a_device
+def by_model(call: dict[str, Any], **options: Any) -> torch.Tensor:
+    layer, inputs, out = call_of(batched_experts, **call, **options)
+    gate_first = options.get("gate_first", True)
+    reference.batched(inputs, out.fill_(7), layer.shape, layer.terms, gate_first)
+    return out[there_of(call)]
+
+
+@anywhere
 @each_type
-@pytest.mark.parametrize("expected_m", [8, None, *only("gpu", 1, 16, 64)])
+@pytest.mark.parametrize("expected_m", [8, *only("cpu", None), *only("gpu", None, 1, 16, 64)])
 @pytest.mark.parametrize(
-    "counts", ["a few", "none", *only("gpu", "dozens", "some full", "one expert")]
+    "counts",
+    [*only("cpu", "a few", "none"), *only("emulator", "one full")]
+    + only("gpu", "a few", "none", "dozens", "some full", "one expert"),
 )
-def test_the_bits_of_experts(counts, expected_m, fp8, layer):
-    """`expected_m` chooses configs, which change no bit."""
+@by(SOME)
+def test_the_bits_of_experts(kernel, counts, expected_m, fp8, layer):
+    """`expected_m` chooses configs, which change no bit. A NaN stays in its row."""
     call = layer.call(counts, fp8)
-    got = run(call, expected_m=expected_m)[there_of(call)]
-    assert torch.equal(got, by_experts(call))
-    assert counts == "none" or (got.isfinite().all() and got.any())
+    if not fp8:
+        call["x"][2] = odd_tokens(layer.rows, layer.hidden).to(layer.device)
+    got = run(call, kernel, expected_m=expected_m)[there_of(call)]
+    wanted = by_experts(call, kernel)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    assert counts == "none" or got.any() and got.isfinite().all() == fp8
+    assert not len(got) or not got.isnan().all(dim=1).all()
 
 
 CLAMP = {"swiglu_limit": 1.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
@@ -134,51 +201,65 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@of_a_device
+@anywhere
+@by(SOME)
 @pytest.mark.parametrize("options", [*list(OPTIONS)[:2], *only("cpu", *list(OPTIONS)[2:])])
 @pytest.mark.parametrize("counts", ["a few", *only("gpu", "some full")])
-def test_options(options, counts, layer):
-    for quantised in (False, True) if layer.device == "cpu" else (False,):
+def test_options(counts, options, kernel, layer, backend):
+    for quantised in (False, True) if backend.name == "cpu" else (False,):
         call = layer.call(counts, quantised)
-        got = run(call, expected_m=8, **OPTIONS[options])[there_of(call)]
-        assert torch.equal(got, by_experts(call, **OPTIONS[options]))
-        assert not torch.equal(by_experts(call), got)
+        got = run(call, kernel, expected_m=8, **OPTIONS[options])[there_of(call)]
+        assert torch.equal(got, by_experts(call, kernel, **OPTIONS[options]))
+        assert not torch.equal(by_experts(call, kernel), got)
 
 
-@backends("gpu")
-@pytest.mark.parametrize("accurate", [False, True])
-@pytest.mark.parametrize("counts", ["a few", "dozens", "some full"])
-@pytest.mark.parametrize("expected_m", [4, 64, 300])
-def test_as_the_model(expected_m, counts, accurate, layer):
-    call = layer.call(counts, True)
-    batched_layer, inputs, out = call_of(batched_experts, **call, accurate=accurate)
-    reference.batched(
-        inputs, out.fill_(7), batched_layer.shape, batched_layer.terms, gate_first=True
-    )
-    got, there = run(call, expected_m=expected_m, accurate=accurate), there_of(call)
+@backends("emulator", "gpu")
+@each_type
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [*only("emulator", ("one full", {}))]
+    + only(
+        "gpu",
+        *(
+            (counts, {"expected_m": m, "accurate": accurate})
+            for counts in ("a few", "dozens", "some full")
+            for m in (4, 64, 300)
+            for accurate in (False, True)
+        ),
+    ),
+)
+@by(EVERY, 3)
+def test_outputs_are_the_models(kernel, counts, options, fp8, mode, layer):
+    call = layer.call(counts, fp8)
+    got = run(call, kernel, **options)[there_of(call)]
+    accurate = options.get("accurate", bool(kernel and kernel.terms == 2))
     # With two terms what is left is bfloat16's own rounding of values near a middle.
-    assert calc_diff(got[there], out[there]) < (2e-6 if accurate else 1e-4)
+    wanted = by_model(call, accurate=accurate)
+    assert calc_diff(got, wanted) < (2e-6 if accurate else TOLERANCE[1])
 
 
-@of_a_device
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, *only("gpu", 301)])
-def test_rows_that_are_no_multiple_of_anything(rows, layer):
+@anywhere
+@pytest.mark.parametrize(
+    "rows", [1, 3, *only("cpu", 2, 5), *only("gpu", 2, 5, 301), *only("emulator", 130)]
+)
+@by(SOME)
+def test_rows_that_are_no_multiple_of_anything(kernel, rows, layer):
     for quantised in (True, False):
         call = layer.tokens([1, 5, 301, 0, 3, 2, 64, 300], quantised, rows) | layer.weights
-        assert torch.equal(run(call)[there_of(call)], by_experts(call))
+        assert torch.equal(run(call, kernel)[there_of(call)], by_experts(call, kernel))
 
 
-@of_a_device
-def test_counts_are_clamped_to_the_places(layer):
-    """A count above the number of places is taken as all places, a negative one as 0."""
+@anywhere
+@by([EARLY])
+def test_counts_are_clamped_to_the_places(kernel, layer):
+    """A count above the number of places is taken as all places, a negative one as 0. No memory
+    around the arguments is read or written."""
     rows = layer.rows
     call = layer.tokens([rows, 0, rows, 0, 1, 2, 0, 3], True) | layer.weights
-    wanted = run(call)
+    wanted = run(call, kernel)
     counts = [2**31 - 1, -(2**31), rows + 1, -1, 1, 2, -100, 3]
     strange = torch.tensor(counts, dtype=torch.int32, device=layer.device)
-    out = torch.full_like(wanted, 7)
-    batched_experts(**call | {"num_tokens": strange}, out=out)
-    assert torch.equal(out, wanted)
+    assert torch.equal(run(call | {"num_tokens": strange}, kernel), wanted)
 
 
 @backends("gpu")
@@ -260,28 +341,37 @@ def call(layer) -> dict[str, Any]:
     return layer.call("a few", True)
 
 
-def test_without_out_and_with_exponents_as_scales(layer):
+def test_without_an_output_one_is_allocated(call):
+    out, there = batched_experts(**call), there_of(call)
+    assert (out.shape, out.dtype) == (call["x"].shape, BF16)
+    assert torch.equal(out[there], run(call)[there])
+
+
+@backends("cpu", "emulator")
+@by(SOME)
+@pytest.mark.parametrize("options", [{}, *only("emulator", {"ue8m0": True})], ids=str)
+def test_weight_scales_may_be_exponents(kernel, options, layer):
     call = layer.call("a few", False)
     for name in ("w13_scale", "w2_scale"):
-        call[name] = torch.exp2(call[name].log2().ceil())
-    wanted = batched_experts(**call)
-    assert (wanted.shape, wanted.dtype) == (call["x"].shape, BF16)
+        call[name] = call[name].abs().log2().ceil().exp2()
     exponents = {name: call[name].to(torch.float8_e8m0fnu) for name in ("w13_scale", "w2_scale")}
-    there = there_of(call)
-    assert torch.equal(batched_experts(**call | exponents)[there], wanted[there])
+    got = run(call | exponents, kernel, **options)
+    assert torch.equal(got, run(call, kernel, **options))
+    diff = calc_diff(got[there_of(call)], by_model(call, **options))
+    assert diff < TOLERANCE[1]
 
 
-@pytest.mark.parametrize(
-    "laid_out",
-    [
-        lambda s: s.contiguous(),
-        lambda s: torch.nn.functional.pad(s, (0, 3))[..., :-3],
-        lambda s: torch.cat([s, s], dim=1)[:, :7],
-    ],
-    ids=["places side by side", "rows apart", "experts apart"],
-)
-def test_scales_lie_as_they_come(laid_out, call):
-    assert torch.equal(run(call | {"x_scale": laid_out(call["x_scale"])}), run(call))
+@backends("cpu", "emulator")
+@by(SOME)
+def test_scales_lie_as_they_come(kernel, layer):
+    call = layer.call("a few", True)
+    wanted, scale = run(call, kernel), call["x_scale"]
+    for laid_out in (
+        scale.contiguous(),
+        torch.nn.functional.pad(scale, (0, 3), value=torch.nan)[..., :-3],
+        torch.cat([scale, torch.full_like(scale, torch.nan)], dim=1)[:, : layer.rows],
+    ):
+        assert torch.equal(run(call | {"x_scale": laid_out}, kernel), wanted)
 
 
 def test_scales_of_the_only_expert_lie_as_those_of_tokens(call):
@@ -429,202 +519,16 @@ def test_configs_are_those_of_all_experts_rows(rows) -> None:
 
 # --- the compiled kernels, in the emulator --------------------------------------------------------
 
-SHAPE = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")
-CLAMPED = dataclasses.replace(SHAPE, swiglu=Swiglu(3.1, 1.702, 1.0))
-PLACES = 45
-PLACED = [3, 0, 45, 1, 8]
-"""Tokens of each expert; expert 2 fills all its places."""
-UNTOUCHED = 7.0
 
-
-def inputs_of(
-    tokens: torch.dtype = FP8, rows: int = PLACES, counts=PLACED, shape: MoeShape = SHAPE
-) -> BatchedInputs:
-    """Return inputs with NaN in the places beyond the counts."""
-    torch.manual_seed(rows)
-    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    x, x_scale = torch.randn(e, rows, h).bfloat16(), None
-    beyond = torch.arange(rows) >= torch.tensor(counts).unsqueeze(1)
-    if tokens is FP8:
-        x, x_scale = fp8(e, rows, h), torch.randn(e, rows, h // 128)
-        x.view(torch.uint8)[beyond], x_scale[beyond] = 0x7F, torch.nan
-    else:
-        x[beyond] = torch.nan
-    return BatchedInputs(
-        torch.tensor(counts, dtype=torch.int32), rows, x, x_scale,
-        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
-        fp8(e, h, i), torch.randn(e, h // 128, i // 128),
-    )  # fmt: skip
-
-
-def form_of(inputs: BatchedInputs, **changes) -> Form:
-    return Form(torch.int32, None, inputs.x.dtype, batched=True, **changes)
-
-
-class Kernel(NamedTuple):
-    target: str
-    name: str
-    terms: int = 1
-
-
-def output_of(
-    inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes
-) -> torch.Tensor:
-    form = form_of(inputs, **changes)
-    return fused_output(inputs, shape, configs_of(*kernel), form, UNTOUCHED)
-
-
-def wanted_of(
-    inputs: BatchedInputs, terms: int = 1, shape: MoeShape = SHAPE, gate_first: bool = False
-) -> torch.Tensor:
-    out = torch.full(inputs.x.shape, UNTOUCHED, dtype=BF16)
-    reference.batched(inputs, out, shape, terms, gate_first)
-    return out
-
-
-def agree(got: torch.Tensor, wanted: torch.Tensor, inputs: BatchedInputs, terms: int) -> None:
-    there = torch.arange(got.shape[1]) < inputs.num_tokens.unsqueeze(1)
-    assert (got[~there] == UNTOUCHED).all(), "places beyond the counts are not written"
-    # bfloat16 itself is 1e-6 off where a value rounds to the other neighbour.
-    assert not there.any() or calc_diff(got[there], wanted[there]) < max(TOLERANCE[terms], 2e-6)
-
-
-def check(
-    inputs: BatchedInputs, kernel: Kernel, shape: MoeShape = SHAPE, **changes: Any
-) -> torch.Tensor:
-    """The output, if it is the model's and no kernel has a hazard."""
-    got = output_of(inputs, kernel, shape, **changes)
-    assert [report.hazards for report in ptxemu.reports] == 3 * [[]], "three kernels"
-    agree(
-        got,
-        wanted_of(inputs, kernel.terms, shape, changes.get("gate_first", False)),
-        inputs,
-        kernel.terms,
-    )
-    ptxemu.reports.clear()
-    return got
-
-
-@pytest.fixture(autouse=True)
-def target(request, monkeypatch) -> None:
-    if "kernel" in request.fixturenames:
-        use_target(monkeypatch, request.getfixturevalue("kernel").target)
-
-
-in_the_emulator = backends("emulator")
-EARLY = Kernel("sm_90a", "8 swapped, early")
-SOME = [EARLY, Kernel("sm_90a", "192 on demand"), Kernel("sm_100a", "32 swapped")]
-OTHERS = [
-    *(Kernel("sm_90a", "8 swapped, early", 2), Kernel("sm_90a", "64 overlapped", 2)),
-    *(Kernel("sm_90a", "32 swapped"), Kernel("sm_90a", "128"), Kernel("sm_90a", "128", 2)),
-    *(Kernel("sm_100a", "16 swapped in pairs"), Kernel("sm_100a", "256 on demand")),
-    *(Kernel("sm_100a", "16 swapped", 2), Kernel("sm_100a", "128", 2)),
-    Kernel("sm_100a", "256 by two CTAs"),
-]
-some_kernels = pytest.mark.parametrize("kernel", [EARLY, *more(*((k,) for k in SOME[1:]))], ids=str)
-an_early_one = pytest.mark.parametrize("kernel", [EARLY], ids=str)
-EVERY = [SOME[0], Kernel("sm_90a", "64 overlapped", 2), SOME[2], *more(*((k,) for k in OTHERS))]
-
-
-@in_the_emulator
-@pytest.mark.parametrize("tokens", [FP8, BF16], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("kernel", EVERY, ids=str)
-def test_kernels_as_the_model(kernel, tokens, mode, emulator):
-    check(inputs_of(tokens), kernel)
-
-
-@in_the_emulator
-@pytest.mark.parametrize(
-    ("rows", "counts"),
-    [
-        (1, [1, 1, 1, 1, 1]),
-        (3, [0, 0, 0, 0, 3]),
-        *more((3, [0, 0, 0, 0, 0]), (7, [7, 7, 7, 7, 7]), (130, [130, 1, 129, 0, 65])),
-        *more((130, [0, 64, 33, 130, 128])),
-    ],
-    ids=str,
-)
-@some_kernels
-def test_any_number_of_rows(kernel, rows, counts, emulator):
-    """Rows that TMA's strides do not divide, and counts of a part of a tile."""
-    for tokens in (FP8, BF16):
-        check(inputs_of(tokens, rows, counts), kernel)
-
-
-@in_the_emulator
-@an_early_one
-def test_counts_beyond_the_places(kernel, emulator):
-    """Counts are clamped to 0 ... `PLACES`. No memory around the arguments is read or written."""
-    inputs = inputs_of(FP8, counts=[PLACES, 0, PLACES, 0, PLACES])
-    wanted = output_of(inputs, kernel)
-    counts = [2**31 - 1, -(2**31), PLACES + 1, -1, 2**30]
-    strange = inputs._replace(num_tokens=torch.tensor(counts, dtype=torch.int32))
-    assert torch.equal(output_of(strange, kernel), wanted)
-    assert not any(report.hazards for report in emulator.reports)
-
-
-@in_the_emulator
-@some_kernels
-def test_kernels_take_scales_as_they_lie(kernel, emulator):
-    inputs = inputs_of(FP8)
-    wanted, scale = output_of(inputs, kernel), inputs.x_scale
-    for laid_out in (
-        scale.transpose(1, 2).contiguous().transpose(1, 2),  # as DeepEP has them
-        torch.nn.functional.pad(scale, (0, 2), value=torch.nan)[..., :-2],
-        torch.cat([scale, torch.full_like(scale, torch.nan)], dim=1)[:, :PLACES],
-    ):
-        assert torch.equal(output_of(inputs._replace(x_scale=laid_out), kernel), wanted)
-    assert not any(report.hazards for report in emulator.reports)
-
-
-@in_the_emulator
-@some_kernels
-def test_the_clamped_swiglu_and_gate_first(kernel, emulator):
-    inputs = inputs_of(BF16)
-    got = check(inputs, kernel, CLAMPED, gate_first=True)
-    assert calc_diff(wanted_of(inputs, 1, SHAPE, gate_first=True)[2], got[2]) > 0.01
-
-
-@in_the_emulator
-@some_kernels
-def test_scales_of_powers_of_two_and_of_weights_that_are_exponents(kernel, emulator):
-    shape = dataclasses.replace(SHAPE, ue8m0=True)
-    inputs = inputs_of(BF16)
-    scales = {n: getattr(inputs, n).abs().log2().ceil().exp2() for n in ("w13_scale", "w2_scale")}
-    inputs = inputs._replace(**scales)
-    exponents = {name: scale.to(torch.float8_e8m0fnu) for name, scale in scales.items()}
-    inputs = inputs._replace(**exponents)
-    got = output_of(inputs, kernel, shape, weight_scale=torch.float8_e8m0fnu)
-    ptxemu.reports.clear()
-    assert torch.equal(got, check(inputs._replace(**scales), kernel, shape))
-
-
-@in_the_emulator
-@some_kernels
-def test_the_bits_of_the_fused_layer(kernel, emulator):
-    """The fused layer gets the same tokens with one expert each and a weight of 1, so its rows have
-    the same order. A NaN stays in its row."""
-    inputs = inputs_of(BF16)
-    inputs.x[2] = odd_tokens(PLACES, SHAPE.hidden_size)
-    there = torch.arange(PLACES) < inputs.num_tokens.unsqueeze(1)
-    ids = torch.arange(5).unsqueeze(1).expand(5, PLACES)[there].unsqueeze(1).int()
-    routed = RoutedInputs(ids, torch.ones(ids.shape), inputs.x[there], None, *inputs[4:], 0, None)
-    configs = configs_of(kernel.target, kernel.name)
-    wanted = fused_output(routed, SHAPE, configs, Form(torch.int32, torch.float32, BF16))
-    got = output_of(inputs, kernel)[there]
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-    assert wanted.isnan().any() and not wanted.isnan().all(dim=1).all()
-
-
-@in_the_emulator
+@backends("emulator")
 @pytest.mark.all
 @pytest.mark.parametrize("blocks", [1, PLACE_WARPS - 1, PLACE_WARPS + 1])
-@an_early_one
-def test_widths_that_warps_do_not_divide(blocks, kernel, emulator):
-    shape = MoeShape(40, 40, blocks * 128, 128, 1, 1, 1, "given")
-    counts = [e % 4 for e in range(40)]
-    for tokens in (FP8, BF16):
-        check(inputs_of(tokens, 3, counts, shape), kernel, shape)
+@pytest.mark.parametrize("kernel", [EARLY], ids=str)
+def test_widths_that_warps_do_not_divide(blocks, kernel, backend, emulator):
+    wide = Layer(backend, 40, blocks * 128, 128)
+    for quantised in (True, False):
+        call = wide.tokens([e % 4 for e in range(40)], quantised, 3) | wide.weights
+        assert calc_diff(run(call, kernel)[there_of(call)], by_model(call)) < TOLERANCE[1]
 
 
 END = r"add\.s32(\s+%r\d+, %r\d+, %r\d+;\s+st\.global\.b32\s+\[%rd\d+\+20\])"
@@ -646,15 +550,18 @@ FAULTS = {
 }
 
 
-@in_the_emulator
+@backends("emulator")
 @pytest.mark.all
 @pytest.mark.parametrize("fault", FAULTS)
-@an_early_one
-def test_a_fault_shows(fault, kernel, emulator):
+@pytest.mark.parametrize("kernel", [EARLY], ids=str)
+def test_a_fault_shows(fault, kernel, layer, emulator):
     """A fault is an error, a hazard or another result in some schedule."""
-    inputs = inputs_of(FP8, counts=[3, 0, PLACES, 1, 8])
-    scale = inputs.x_scale.transpose(1, 2).contiguous().transpose(1, 2)
-    beyond = torch.tensor([3, -100, 2**30, 1, 8], dtype=torch.int32)
-    inputs = inputs._replace(x_scale=scale, num_tokens=beyond)
-    wanted = output_of(inputs, kernel)
-    assert noticed_in(lambda: output_of(inputs, kernel), wanted, FAULTS[fault], emulator)
+    call = layer.call("one full", True)
+    beyond = torch.tensor([3, -100, 2**30, 1, 8, 0, 0, 0], dtype=torch.int32)
+    inputs = call_of(batched_experts, **call | {"num_tokens": beyond})
+    form, shape = inputs[0].actual_form, inputs[0].shape
+
+    def output() -> torch.Tensor:
+        return fused_output(inputs[1], shape, configs_of(*kernel), form, UNTOUCHED)
+
+    assert noticed_in(output, output(), FAULTS[fault], emulator)
