@@ -2,10 +2,11 @@
 of the same numbers in float32."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
-from markers import backends, more
+from markers import backends, more, only
 from moe_fp8 import experts, fused_moe
 from moe_fp8.call import Form
 from moe_fp8.layer import bytes_of
@@ -25,16 +26,16 @@ def scales_of(tensors: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], li
     return exponents, numbers
 
 
+@backends("cpu", "gpu")
+@pytest.mark.parametrize("tokens", [9, *only("gpu", 1, 33, 300)])
 @pytest.mark.parametrize("accurate", [False, True])
-def test_the_bits_are_those_of_float32(accurate):
-    exponents, numbers = scales_of(tensors_of(9))
-    wanted = fused_moe(*numbers, accurate=accurate, **ROUTING)
-    assert torch.equal(fused_moe(*exponents, accurate=accurate, **ROUTING), wanted)
-    ids, weights = torch.arange(9).remainder(4).unsqueeze(1), torch.ones(9, 1)
-    of_experts = [
-        experts(ids, weights, each[2], *each[4:], x_scale=each[3], gate_first=False)
-        for each in (exponents, numbers)
-    ]
+def test_the_bits_are_those_of_float32(accurate, tokens, backend):
+    exponents, numbers = scales_of(tensors_of(tokens))
+    run = partial(backend.run, fused_moe, accurate=accurate, **ROUTING)
+    assert torch.equal(run(*exponents), run(*numbers))
+    ids, weights = torch.arange(tokens).remainder(4).unsqueeze(1), torch.ones(tokens, 1)
+    run = partial(backend.run, experts, ids, weights, gate_first=False)
+    of_experts = [run(x[2], *x[4:], x_scale=x[3]) for x in (exponents, numbers)]
     assert torch.equal(*of_experts) and of_experts[0].any()
 
 

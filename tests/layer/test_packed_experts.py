@@ -16,7 +16,6 @@ from moe_fp8 import (
     fused_moe,
     mxfp4,
     pack_mxfp4,
-    prepare,
 )
 from moe_fp8.call import MoeShape
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
@@ -127,22 +126,6 @@ def test_batched_experts_give_the_bits_of_fp8_weights(rows, backend):
         for w in (weights.to(backend.device).packed, weights.fp8)
     ]
     assert torch.equal(*outs)
-
-
-@backends("gpu")
-def test_a_graph_serves_other_routings():
-    weights, first, second = (
-        weights_of(64, 4096, 2048).to("cuda"), chosen(64, 64, 4096), chosen(63, 64, 4096),
-    )  # fmt: skip
-    call = {name: value.cuda() for name, value in first.items()}
-    prepare(experts, *call.values(), *weights.packed)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(call["x"])
-    with torch.cuda.graph(graph):
-        experts(*call.values(), *weights.packed, out=out)
-    for name, value in second.items():
-        call[name][:63] = value.cuda()
-    graph.replay()
-    assert torch.equal(out, experts(*call.values(), *weights.fp8))
 
 
 def test_torch_compile_keeps_the_call():

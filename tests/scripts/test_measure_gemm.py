@@ -32,7 +32,6 @@ from scripts.measuring.gemm import (
     Problem,
     Variant,
     Weights,
-    grid_problems,
     heuristic,
     layer_problems,
     ours,
@@ -184,17 +183,6 @@ def test_the_check_sees_a_wrong_expert_and_a_row_that_is_not_written(kernel) -> 
 
     assert checker.calc_diff(broken(lambda out: out[100].fill_(float("nan")))) == float("inf")
     assert checker.calc_diff(broken(lambda out: out[135].neg_())) > 1
-
-
-def test_the_study_is_81_configurations() -> None:
-    problems = grid_problems("study")
-    assert len(set(problems)) == len(problems) == 81
-    assert {p.experts for p in problems} == {1, 4, 8}
-    assert {p.mean_rows for p in problems} == {64, 128, 512}
-    assert {p.n for p in problems} == {p.k for p in problems} == {2048, 4096, 7168}
-    shapes = [(p.experts, p.n, p.k) for p in problems]
-    changes = sum(a != b for a, b in zip(shapes, shapes[1:], strict=False))
-    assert changes == 26  # problems with the same weights lie side by side
 
 
 def test_problems_are_both_gemms_of_each_workload_with_rows() -> None:

@@ -810,14 +810,6 @@ def test_a_step_takes_what_a_further_token_takes(monkeypatch):
     assert generated == [1, 1 + 128, 1, 64]
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(1, 128), (32, 128), (64, 64), (128, 32), (256, 32)])
-def test_small_batches_decode_more_steps(batch: int, steps: int):
-    asked: list[int] = []
-    engine = SimpleNamespace(version="", generate=lambda prompts, tokens: asked.append(tokens))
-    Measuring(engine, 1000).decode(batch, 0)
-    assert asked == [1, 1 + steps]
-
-
 @pytest.mark.parametrize("what", ["decode", "graph", "prefill", "mixed"])
 def test_every_repeat_has_prompts_of_its_own_and_every_backend_the_same(what: str):
     calls: list[list[list[int]]] = []
