@@ -4,12 +4,12 @@ measures of accuracy."""
 import math
 
 import bruteforce
-import numpy as np
 import pytest
 import torch
 from moe_fp8 import reference
 from moe_fp8.ladder.steps import batched_rows
 from moe_fp8.reference import calc_diff, flat_rows
+from problems import UNTOUCHED, gemm
 
 from scripts.measuring.accuracy import cosine, matched_ratio
 
@@ -17,33 +17,15 @@ FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 
 
-def gemm_operands(counts: list[int], max_rows: int, n: int, k: int):
-    """Operands whose padding is NaN, and an output prefilled with garbage."""
-    rng = np.random.default_rng(0)
-    experts = len(counts)
-    a = torch.full((experts * max_rows, k), torch.nan).to(FP8)
-    a_scale = torch.full((k // 128, experts * max_rows), torch.nan)
-    for expert, count in enumerate(counts):
-        rows = slice(expert * max_rows, expert * max_rows + count)
-        a.view(torch.uint8)[rows] = bruteforce.random_fp8(rng, count, k).view(torch.uint8)
-        a_scale[:, rows] = bruteforce.random_normal(rng, k // 128, count)
-    b = bruteforce.random_fp8(rng, experts, n, k)
-    b_scale = bruteforce.random_normal(rng, experts, n // 128, k // 128)
-    out = torch.full((experts * max_rows, n), 777.0, dtype=BF16)
-    layout = batched_rows(torch.tensor(counts, dtype=torch.int32), max_rows)
-    return a, a_scale, b, b_scale, out, layout
-
-
 @pytest.mark.parametrize(
     ("counts", "n", "k"),
     [([1], 128, 128), ([3, 0, 128, 17], 256, 384), ([0, 130, 0], 1280, 256), ([0, 0], 128, 128)],
 )
 def test_grouped_gemm(counts, n, k):
-    max_rows = 256
-    a, a_scale, b, b_scale, out, layout = gemm_operands(counts, max_rows, n, k)
-    reference.grouped_gemm(a, a_scale, b, b_scale, out, layout)
-    for expert, count in enumerate(counts):
-        rows = slice(expert * max_rows, expert * max_rows + count)
+    problem = gemm(tuple(counts), n, k, 256)
+    a, a_scale, b, b_scale, rows_of, out = problem
+    for expert, (first, end) in enumerate(rows_of.t().tolist()):
+        rows = slice(first, end)
         wanted = bruteforce.gemm(
             bruteforce.fp8_values(a[rows]),
             a_scale[:, rows].double().numpy(),
@@ -54,21 +36,20 @@ def test_grouped_gemm(counts, n, k):
         torch.testing.assert_close(
             out[rows].double(), torch.from_numpy(wanted), rtol=8e-3, atol=1e-3
         )
-        assert not count or (out[rows].double().numpy() == wanted).mean() > 0.99
-        padding = slice(expert * max_rows + count, (expert + 1) * max_rows)
-        assert (out[padding] == 777.0).all(), "rows past an expert's count must not be written"
+        assert first == end or (out[rows].double().numpy() == wanted).mean() > 0.99
+        padding = slice(end, (expert + 1) * 256)
+        assert (out[padding] == UNTOUCHED).all(), "rows past an expert's count must not be written"
 
 
 def test_grouped_gemm_over_more_rows_than_are_computed_at_once(monkeypatch):
-    operands = gemm_operands([200, 7], 256, 256, 256)
-    reference.grouped_gemm(*operands)
-    whole = operands[4].clone()
+    problem = gemm((200, 7), 256, 256, 256)
     monkeypatch.setattr(reference, "GEMM_ROWS", 64)
     monkeypatch.setattr(reference, "GEMM_COLUMNS", 128)
-    operands[4].fill_(777.0)
-    reference.grouped_gemm(*operands)
-    assert calc_diff(operands[4], whole) < 1e-9
-    assert (operands[4] == 777.0).sum() == (whole == 777.0).sum() == (56 + 249) * 256
+    out, whole = problem.output(), problem.expected
+    reference.grouped_gemm(*problem[:4], out, problem.expert_rows)
+    assert calc_diff(out, whole) < 1e-9
+    rest = [(x == UNTOUCHED).all(dim=1) for x in (out, whole)]
+    assert torch.equal(*rest) and rest[0].sum() == 56 + 249
 
 
 def test_grouped_gemm_sums_blocks_in_ascending_order():
@@ -118,8 +99,7 @@ def test_grouped_gemm_sums_two_terms_exactly_at_any_precision():
 def test_layouts_differ_in_places_only():
     """The same rows batched, aligned with gaps, and flat with rows that belong to no expert."""
     counts, max_rows, n, k = [3, 0, 130, 1], 256, 256, 256
-    a, a_scale, b, b_scale, out, layout = gemm_operands(counts, max_rows, n, k)
-    reference.grouped_gemm(a, a_scale, b, b_scale, out, layout)
+    a, a_scale, b, b_scale, _, out = gemm(tuple(counts), n, k, max_rows)
 
     def places(starts: list[int]) -> list[int]:
         return [s + i for s, count in zip(starts, counts, strict=True) for i in range(count)]
@@ -135,12 +115,12 @@ def test_layouts_differ_in_places_only():
         a2_scale = torch.full((k // 128, 152), torch.nan)
         a2.view(torch.uint8)[rows] = a.view(torch.uint8)[batched]
         a2_scale[:, rows] = a_scale[:, batched]
-        out2 = torch.full((152, n), 777.0, dtype=BF16)
+        out2 = torch.full((152, n), UNTOUCHED, dtype=BF16)
         reference.grouped_gemm(a2, a2_scale, b, b_scale, out2, there)
         assert torch.equal(out2[rows], out[batched])
         others = torch.ones(152, dtype=torch.bool)
         others[rows] = False
-        assert (out2[others] == 777.0).all() and others.sum() == 152 - 134
+        assert (out2[others] == UNTOUCHED).all() and others.sum() == 152 - 134
 
 
 def test_metrics():

@@ -59,6 +59,7 @@ def test_routing_is_drawn_as_the_nearest_workload_is(monkeypatch) -> None:
     changed = drawn.routing_bias
     assert changed.axes == {"seq_len": 8}
     assert changed.inputs["local_expert_offset"].value == spec.local_expert_offset
+    assert cases.nearest_spec(DEFAULT, 3400).seq_len == 11948, "by the ratio: 901 is less far away"
 
 
 def test_arguments_without_an_input_of_the_definition_have_defaults() -> None:
