@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from moe_fp8 import reference
-from moe_fp8.call import BLOCK, DEEPSEEK_V3, TMA_ROWS, MoeInputs, MoeShape, round_up
+from moe_fp8.call import DEEPSEEK_V3, MoeShape
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.ladder import steps
 from moe_fp8.layer import make_call
-from moe_fp8.reference import calc_diff, flat_rows
+from moe_fp8.reference import calc_diff
+from problems import gemm, layer_inputs
 
 from scripts.measuring.gemm import LAYER_SHAPES
 
@@ -74,55 +75,14 @@ OF_THE_LAYER = Sizes(*LAYER_SHAPES["gemm2"], (0, 1, 17, 65, 128, 200, 3, 450), D
 """None, one, few, half a tile, a whole one, more."""
 
 
-def gemm_problem(at: Sizes, device: torch.device) -> tuple[Any, ...]:
-    """Operands and the expected output. Small integers and powers of two, whose sums are exact in
-    any order; what lies beside the experts' rows is NaN, or must stay as it is."""
-    torch.manual_seed(at.n)
-    total = round_up(sum(at.rows), TMA_ROWS) + TMA_ROWS
-    experts = len(at.rows)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.randint(-2, 3, shape, device=device).float()
-
-    a, b = (integers(*s).to(torch.float8_e4m3fn) for s in ((total, at.k), (experts, at.n, at.k)))
-    a_scale = 2.0 ** integers(at.k // BLOCK, total)
-    b_scale = -(2.0 ** integers(experts, at.n // BLOCK, at.k // BLOCK))
-    a.view(torch.uint8)[sum(at.rows) :] = 0x7F
-    a_scale[:, sum(at.rows) :] = torch.nan
-    ends = torch.tensor([0, *at.rows], dtype=torch.int32, device=device).cumsum(0).int()
-    wanted = torch.full((total, at.n), -7.0, dtype=torch.bfloat16, device=device)
-    operands = a, a_scale, b, b_scale
-    rows = flat_rows(ends)
-    reference.grouped_gemm(*operands, wanted, rows)
-    return operands, rows, wanted
-
-
-def layer_inputs(at: Sizes, device: torch.device) -> MoeInputs:
-    """Drawn as flashinfer-bench does, but for one expert that all tokens choose."""
-    torch.manual_seed(at.tokens)
-    s, t = at.shape, at.tokens
-    e, h, i, first = s.num_local_experts, s.hidden_size, s.intermediate_size, s.num_local_experts
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device)
-
-    def fp8(*shape: int) -> torch.Tensor:
-        return normal(*shape).clamp_(-2, 2).to(torch.float8_e4m3fn)
-
-    bias = torch.zeros(s.num_experts, device=device)
-    bias[first + 1] = 2.0
-    return MoeInputs(
-        normal(t, s.num_experts), bias.bfloat16(), fp8(t, h), normal(h // BLOCK, t),
-        fp8(e, 2 * i, h), normal(e, 2 * i // BLOCK, h // BLOCK),
-        fp8(e, h, i), normal(e, h // BLOCK, i // BLOCK), first, 2.5,
-    )  # fmt: skip
-
-
 def wrong(todo: Iterable[Job], at: Sizes, device: torch.device) -> Iterator[str]:
     """Run the jobs, each named before it begins; yields those that are wrong and how."""
-    operands, rows, wanted_gemm = gemm_problem(at, device)
-    inputs = layer_inputs(at, device)
-    wanted = {"GEMM": wanted_gemm}
+    with device:
+        problem = gemm(at.rows, at.n, at.k, 0, exact=True, layout="flat")
+        bias, offset = torch.zeros(at.shape.num_experts), at.shape.num_local_experts
+        bias[offset + 1] = 2.0  # an expert that all tokens choose
+        inputs = layer_inputs(at.shape, at.tokens, bias.bfloat16(), offset, 2.5)
+    wanted = {"GEMM": problem.expected}
     first: dict[str, torch.Tensor] = {}
     for job in todo:
         print(job, flush=True)
@@ -131,8 +91,8 @@ def wrong(todo: Iterable[Job], at: Sizes, device: torch.device) -> Iterator[str]
             reference.fused(inputs, wanted[job.kind], at.shape, job.terms)
         of_model = wanted[job.kind]
         if job.kind == "GEMM":
-            out = torch.full_like(of_model, -7.0)
-            steps.grouped_gemm(*operands, out, rows, job.configs[0])
+            out = problem.output()
+            steps.grouped_gemm(*problem[:4], out, problem.expert_rows, job.configs[0])
             if not torch.equal(out, of_model):
                 at_rows = (out != of_model).any(dim=1).nonzero().flatten().tolist()
                 yield f"{job}: not as the model in {len(at_rows)} rows, the first is {at_rows[0]}"

@@ -94,7 +94,7 @@ def place(rows: tuple[int, ...], max_rows: int, layout: str) -> tuple[torch.Tens
     step = 1 if layout == "flat" else 8
     ends = list(itertools.accumulate(-(-count // step) * step for count in rows))
     starts = [0, *ends[:-1]]
-    total = -(-ends[-1] // 4) * 4
+    total = -(-ends[-1] // 4) * 4 + 4
     if layout == "flat":
         return flat_rows(torch.tensor([0, *ends], dtype=torch.int32)), starts, total
     own_ends = [start + count for start, count in zip(starts, rows, strict=True)]
