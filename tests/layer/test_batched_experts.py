@@ -531,7 +531,7 @@ def test_widths_that_warps_do_not_divide(blocks, kernel, backend, emulator):
         assert calc_diff(run(call, kernel)[there_of(call)], by_model(call)) < TOLERANCE[1]
 
 
-END = r"add\.s32(\s+%r\d+, %r\d+, %r\d+;\s+st\.global\.b32\s+\[%rd\d+\+20\])"
+END = r"add\.s32(\s+%r\d+, %r\d+, %r\d+;\s+st\.global\.b32\s+\[%rd\d+\+32\])"
 FIRST = r"add\.s32\s+(%r\d+), (%r\d+), %r\d+;(\s+mad\.lo\.s32)"
 FAULTS = {
     "counts are not bounded": replace(
