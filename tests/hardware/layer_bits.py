@@ -1,8 +1,8 @@
 """Compare the fused layer's bits on a Hopper GPU with those of the emulator.
 
-    python scripts/measuring/oracle.py emulate DIRECTORY    # without a GPU: what one should give
-    python scripts/measuring/oracle.py compare DIRECTORY    # on a GPU: the share of equal values
-    python scripts/measuring/oracle.py tables DIRECTORY     # on a GPU: ex2.approx and rcp.approx
+    python tests/hardware/layer_bits.py emulate DIRECTORY    # without a GPU: what one should give
+    python tests/hardware/layer_bits.py compare DIRECTORY    # on a GPU: the share of equal values
+    python tests/hardware/layer_bits.py tables DIRECTORY     # on a GPU: ex2.approx and rcp.approx
 
 The emulator adds FP8 products as Hopper's WGMMA does (docs/notes/gemm_sm90.md), so GEMMs have the
 bits of a GPU. It computes ex2.approx and rcp.approx of SwiGLU exactly. PYTHONPATH must name
