@@ -62,13 +62,14 @@ def units(every: bool) -> list[Unit]:
 
 def layer_units(definition: MoeDefinition, target: str, every: bool) -> Iterator[Unit]:
     import torch
-    from moe_fp8.call import CHUNK_TOKENS, Form, MoeShape
+    from moe_fp8.call import CHUNK_TOKENS
     from moe_fp8.kernels.architectures import of_target
     from moe_fp8.ladder import v1_loop_padding as v1
     from moe_fp8.ladder import v2_vectorised as v2
     from moe_fp8.ladder.v3_clustered import counted_config
     from moe_fp8.ladder.v4_flat import flat_config
     from moe_fp8.serving.prepare import all_configs
+    from moe_fp8.shape import Form, MoeShape
 
     from scripts.data import load_specs, routing_bias
     from scripts.measuring.cases import counted
@@ -138,8 +139,8 @@ def form_units(target: str) -> Iterator[Unit]:
     experts, exponents or channels as scales, packed weights, a clamped SwiGLU; at few and at many
     tokens."""
     import torch
-    from moe_fp8.call import Form, MoeShape, Swiglu
     from moe_fp8.kernels.architectures import of_target
+    from moe_fp8.shape import Form, MoeShape, Swiglu
 
     arch, bf16, f32, i32 = of_target(target), torch.bfloat16, torch.float32, torch.int32
     usual = Form(i32, f32, bf16, gate_first=True)

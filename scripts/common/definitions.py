@@ -76,7 +76,7 @@ class MoeDefinition:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The arguments of `moe_fp8.call.MoeShape`."""
+        """The arguments of `moe_fp8.shape.MoeShape`."""
         sizes = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size")
         routing = ("n_group", "topk_group", "top_k", "routing")
         swiglu = {} if self.swiglu_limit is None else {"swiglu": (self.swiglu_limit,)}

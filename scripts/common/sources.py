@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from moe_fp8.cache import PACKAGE, ClosureError, import_closure
+from moe_fp8.closure import PACKAGE, ClosureError, import_closure
 
 from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
 from scripts.common.options import select_names
@@ -103,10 +103,12 @@ hash."""
 RUN = 'run = importlib.import_module(f"{load_package()}.$module").run'
 RUN_AT_SHAPE = """\
 PACKAGE = load_package()
-call = importlib.import_module(f"{PACKAGE}.call")
-shape = call.MoeShape(
+shape = importlib.import_module(f"{PACKAGE}.shape").MoeShape(
 $shape)
-run = call.run_of(importlib.import_module(f"{PACKAGE}.$module").layer_at(shape), shape)"""
+run_of = importlib.import_module(f"{PACKAGE}.ladder.adapter").run_of
+run = run_of(importlib.import_module(f"{PACKAGE}.$module").layer_at(shape), shape)"""
+ADAPTER = Path("ladder", "adapter.py")
+"""The file of `run_of`, which only the entry file of a solution at a shape imports."""
 
 
 class PackError(Failure):
@@ -209,7 +211,7 @@ def pack(generation: Generation) -> bytes:
     root, definition = generation.root, generation.definition
     shape = definition.packed_shape
     try:
-        files = import_closure(generation.path, root)
+        files = import_closure(root, generation.path, *([root / ADAPTER] if shape else []))
     except ClosureError as error:
         raise PackError(f"{generation.name}: {error}") from None
     metadata, where = generation.metadata, generation.path.relative_to(root)

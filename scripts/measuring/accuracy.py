@@ -6,8 +6,8 @@ Imports neither flashinfer-bench nor the DSL: an engine's process uses this modu
 from typing import Any
 
 import torch
-from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.reference import activated, dequantised, quantise_rows
+from moe_fp8.shape import BLOCK, Swiglu
 
 LARGEST_DIFF = 2e-3
 """Most calc_diff of a correct output to `in_float32`; an FP8 intermediate makes 3e-4."""

@@ -19,8 +19,8 @@ import triton.language as tl
 from moe_fp8 import batched_experts
 from moe_fp8.baselines.deepgemm_device import RECIPE, REQUIREMENT
 from moe_fp8.baselines.requirement import require
-from moe_fp8.call import BLOCK
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import BLOCK
 
 from scripts.common.definitions import bandwidth, gemm_bytes, gemm_flops
 from scripts.common.program import UsageError, error_line

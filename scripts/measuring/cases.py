@@ -27,8 +27,9 @@ from flashinfer_bench.data import (
     load_jsonl_file,
 )
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, hardware_from_device
-from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.reference import choose_experts
+from moe_fp8.shape import MoeShape
 from safetensors import SafetensorError
 
 from scripts.common import program, sources

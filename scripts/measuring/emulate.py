@@ -40,7 +40,8 @@ from flashinfer_bench.bench.utils import compute_error_stats
 from flashinfer_bench.compile import BuilderRegistry, BuildError
 from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
-from moe_fp8.cache import CACHE_VARIABLE, PACKAGE, import_closure
+from moe_fp8.cache import CACHE_VARIABLE
+from moe_fp8.closure import PACKAGE, import_closure
 from moe_fp8.reference import calc_diff
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -236,7 +237,7 @@ class Products:
         if model is None:
             return
         path = Path(model.__file__)
-        source = b"".join(each.read_bytes() for each in import_closure(path, path.parent))
+        source = b"".join(each.read_bytes() for each in import_closure(path.parent, path))
         if not hasattr(model, "plain_grouped_gemm"):
             model.plain_grouped_gemm = model.grouped_gemm
         weights = {

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from moe_fp8 import reference
-from moe_fp8.call import DEEPSEEK_V3, TMA_ROWS
 from moe_fp8.ladder import steps
 from moe_fp8.ladder.v3_clustered import counted_config
 from moe_fp8.ladder.v4_flat import flat_config
 from moe_fp8.reference import calc_diff, flat_rows
+from moe_fp8.shape import DEEPSEEK_V3, TMA_ROWS
 
 from scripts.common import sources
 from scripts.common.definitions import BLOCK, DEFAULT, gemm_bytes, gemm_flops

@@ -26,8 +26,9 @@ import triton.language as tl
 from flashinfer_bench.compile import BuilderRegistry
 from flashinfer_bench.data import Definition, Solution
 from moe_fp8 import experts, fused_moe
-from moe_fp8.call import BLOCK, MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.reference import choose_experts, quantise_rows
+from moe_fp8.shape import BLOCK, MoeShape
 
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
 from scripts.common.options import matches, select_names

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from moe_fp8.call import MoeShape
 from moe_fp8.layer import FusedLayer
+from moe_fp8.shape import MoeShape
 
 from scripts.common.program import steps
 from scripts.measuring import clock

@@ -18,14 +18,10 @@ import torch
 from torch.autograd import forward_ad
 
 from .call import (
-    BLOCK,
     BatchedInputs,
-    Form,
     Inputs,
     MoeInputs,
-    MoeShape,
     RoutedInputs,
-    Swiglu,
     check_call,
     check_integer,
     described,
@@ -33,6 +29,7 @@ from .call import (
 )
 from .layer import BatchedLayer, FusedLayer
 from .mxfp4 import PackedWeights, tensors_of_packed
+from .shape import BLOCK, Form, MoeShape, Swiglu
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 E8M0 = torch.float8_e8m0fnu

@@ -15,12 +15,9 @@ import torch
 
 from . import reference
 from .call import (
-    DEEPSEEK_V3,
     BatchedInputs,
-    Form,
     Inputs,
     MoeInputs,
-    MoeShape,
     Signature,
     bounded_offset,
     check_call,
@@ -29,6 +26,7 @@ from .call import (
     tensors_of,
 )
 from .kernels import architectures
+from .shape import DEEPSEEK_V3, Form, MoeShape
 
 LayerFunction = Callable[[Any, torch.Tensor], None]
 """The compiled layer for one number of tokens: it reads the inputs and writes the output."""

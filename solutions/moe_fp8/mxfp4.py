@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .call import BLOCK, PACKED_BYTES, described
+from .call import described
+from .shape import BLOCK, PACKED_BYTES
 
 GROUP = 32
 """Values of a row that share a power of two."""

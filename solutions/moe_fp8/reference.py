@@ -9,22 +9,9 @@ from typing import Any
 
 import torch
 
-from .call import (
-    BLOCK,
-    EPSILON,
-    FP8_MAX,
-    MANTISSA,
-    SILU,
-    BatchedInputs,
-    GroupedRows,
-    MoeInputs,
-    MoeShape,
-    RoutedInputs,
-    Swiglu,
-    bounded_offset,
-    described,
-)
+from .call import BatchedInputs, GroupedRows, MoeInputs, RoutedInputs, bounded_offset, described
 from .mxfp4 import PackedWeights, unpack
+from .shape import BLOCK, EPSILON, FP8_MAX, MANTISSA, SILU, MoeShape, Swiglu
 
 GEMM_COLUMNS = 1024
 """Output columns of one step: an expert's weights in float32 take a few MB."""

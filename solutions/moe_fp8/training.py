@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from .api import BF16, F32, NAMESPACE, TYPES, Options, experts, refuse_gradients
-from .call import BLOCK, RoutedInputs, Swiglu, described
+from .call import RoutedInputs, described
 from .mxfp4 import PackedWeights
 from .reference import activated, dequantised, local_experts, quantise_rows
+from .shape import BLOCK, Swiglu
 
 
 def differentiable_experts(

@@ -23,7 +23,8 @@ from moe_fp8.baselines import (
     shared,
     supported,
 )
-from moe_fp8.call import DEEPSEEK_V3, Form, signature
+from moe_fp8.call import signature
+from moe_fp8.shape import DEEPSEEK_V3, Form
 from packaging.requirements import Requirement
 
 from scripts.common import sources

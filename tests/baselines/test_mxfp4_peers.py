@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from moe_fp8.baselines import humming_moe, marlin_moe, supported
-from moe_fp8.call import MoeShape, run_of
 from moe_fp8.four_bits.weights import signature
+from moe_fp8.ladder.adapter import run_of
+from moe_fp8.shape import MoeShape
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.common import sources

@@ -6,8 +6,9 @@ import torch
 from bruteforce import RENORMALIZE, TINY
 from markers import more
 from moe_fp8 import reference
-from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.measuring import gemm

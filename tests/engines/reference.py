@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from moe_fp8.call import BLOCK, DEEPSEEK_V3
 from moe_fp8.kernels.architectures import GPUS
 from moe_fp8.reference import quantise_blocks, quantise_channels, quantise_rows
 from moe_fp8.serving import bake
+from moe_fp8.shape import BLOCK, DEEPSEEK_V3
 
 
 class Weights:

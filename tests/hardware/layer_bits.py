@@ -30,7 +30,8 @@ MANTISSAS = 1 << 23
 
 def layer_inputs(tokens: int, device: str) -> tuple[Any, str]:
     """Return the inputs, whose bits depend on `tokens` alone, and their digest."""
-    from moe_fp8.call import DEEPSEEK_V3, MoeInputs
+    from moe_fp8.call import MoeInputs
+    from moe_fp8.shape import DEEPSEEK_V3
 
     shape, rng = DEEPSEEK_V3, numpy.random.default_rng(tokens)
     normal = torch.special.ndtri((torch.arange(256, dtype=torch.float64) + 0.5) / 256)
@@ -64,8 +65,8 @@ def layer_bits(tokens: int, device: str) -> dict[str, Any]:
     """Return what a call of the fused layer writes: the experts' weights, the quantised output of
     GEMM1 for the rows in use, its scales, and the layer's output."""
     from moe_fp8 import layer
-    from moe_fp8.call import DEEPSEEK_V3
     from moe_fp8.kernels.fused import max_rows, offsets, workspace_parts
+    from moe_fp8.shape import DEEPSEEK_V3
 
     inputs, digest = layer_inputs(tokens, device)
     taken: list[torch.Tensor] = []

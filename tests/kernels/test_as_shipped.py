@@ -14,11 +14,12 @@ from every_config import Job, Sizes, shipped, wrong
 from gemm_configs import SHIPPED
 from markers import backends, more
 from moe_fp8 import reference
-from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
 from moe_fp8.layer import make_call
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from problems import fp8, use_target
 
 from scripts.measuring.processes import process_pool

@@ -24,7 +24,6 @@ from elftools.elf.elffile import ELFFile
 from gemm_configs import COMPILED, PACKED_SHAPES, SHIPPED, packed_pairs
 from markers import more
 from moe_fp8 import cache as kernel_cache
-from moe_fp8.call import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import dsl
 from moe_fp8.kernels.architectures import (
@@ -43,6 +42,7 @@ from moe_fp8.kernels.heuristic_sm100 import LARGEST
 from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.route import compile_route
 from moe_fp8.kernels.swiglu import SWIGLU_THREADS, SwigluQuant, compile_swiglu_quant
+from moe_fp8.shape import DEEPSEEK_V3, Form, MoeShape, Swiglu
 from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import FP8

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gemm_configs import COMPILED
 from moe_fp8.cache import CACHE_VARIABLE
-from moe_fp8.call import BLOCK, CHUNK_TOKENS, Form, MoeShape, Swiglu
+from moe_fp8.call import CHUNK_TOKENS
 from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
@@ -33,6 +33,7 @@ from moe_fp8.kernels.swiglu import Activation
 from moe_fp8.kernels.sync import HARDWARE_BARRIERS, NamedBarrierId
 from moe_fp8.kernels.tiles import expert_rows_smem
 from moe_fp8.serving.prepare import all_configs
+from moe_fp8.shape import BLOCK, Form, MoeShape, Swiglu
 
 from scripts.common.definitions import MOE, SHARED
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from markers import backends, more, only
 from moe_fp8 import experts, fused_moe
-from moe_fp8.call import Form
 from moe_fp8.layer import bytes_of
+from moe_fp8.shape import Form
 from problems import SHAPE, configs_of, fused_output, inputs_of, use_target
 from small_layer import ROUTING, tensors_of
 

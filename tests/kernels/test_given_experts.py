@@ -4,12 +4,13 @@ import pytest
 import torch
 from markers import backends, more
 from moe_fp8 import reference
-from moe_fp8.call import Form, MoeShape, RoutedInputs
+from moe_fp8.call import RoutedInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.route import WORD_TOKENS, compile_route
 from moe_fp8.ladder import steps
 from moe_fp8.reference import given_experts, group_rows, quantise_rows
+from moe_fp8.shape import Form, MoeShape
 from problems import odd_tokens, same, use_target
 
 pytestmark = backends("emulator", "gpu")

@@ -10,7 +10,7 @@ import pytest
 from gemm_configs import packed_pairs
 from markers import more
 from moe_fp8.cache import CACHE_VARIABLE, KernelCache, cache_dir
-from moe_fp8.call import Form
+from moe_fp8.shape import Form
 from programs import call
 
 from scripts import digests

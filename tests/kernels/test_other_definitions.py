@@ -10,7 +10,7 @@ from deepseek import LAYER_DIFF, new_output, random_fp8
 from markers import backends
 from moe_fp8 import reference
 from moe_fp8.baselines import deepgemm_moe, humming_moe, triton_moe
-from moe_fp8.call import MoeInputs, MoeShape, run_of
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
@@ -18,7 +18,9 @@ from moe_fp8.ladder import steps
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
+from moe_fp8.ladder.adapter import run_of
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import MoeShape
 from problems import fused_output, layer_inputs
 
 from scripts.common.definitions import FP8, MoeDefinition

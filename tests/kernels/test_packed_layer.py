@@ -6,11 +6,13 @@ import pytest
 import torch
 from markers import backends, more
 from moe_fp8 import from_mxfp4, pack_mxfp4
-from moe_fp8.call import Form, MoeInputs, run_of
+from moe_fp8.call import MoeInputs
 from moe_fp8.four_bits import packed as four_bits
 from moe_fp8.four_bits import reencoded
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import Schedule
+from moe_fp8.ladder.adapter import run_of
+from moe_fp8.shape import Form
 from mxfp4_values import SOLUTION_SHAPE, arguments, drawn
 from problems import SHAPE, fused_output, inputs_of
 

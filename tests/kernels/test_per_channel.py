@@ -10,11 +10,11 @@ import pytest
 import torch
 from markers import backends, more, only
 from moe_fp8 import batched_experts, experts, fused_moe, quantise_channels, reference
-from moe_fp8.call import Form
 from moe_fp8.kernels.compile import description
 from moe_fp8.kernels.fused import describe_fused
 from moe_fp8.layer import view_of_scales
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import Form
 from problems import SHAPE, configs_of, fused_output, gemm, inputs_of, use_target
 from small_layer import ROUTING, named_tensors, tensors_of
 

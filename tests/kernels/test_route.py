@@ -11,9 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from markers import backends, more
-from moe_fp8.call import DEEPSEEK_V3, MoeShape
 from moe_fp8.kernels.route import WORD_TOKENS, ChooseExperts, compile_route
 from moe_fp8.reference import choose_experts, group_rows
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SHAPES = [

@@ -11,12 +11,13 @@ import torch
 from engines.reference import Weights, layer
 from markers import backends, more
 from moe_fp8 import experts, fused_moe, reference
-from moe_fp8.call import Form, MoeInputs, MoeShape, Swiglu
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import describe_fused
 from moe_fp8.kernels.swiglu import compile_swiglu_quant
 from moe_fp8.ladder import v4_flat
 from moe_fp8.reference import calc_diff, choose_experts, quantise_rows
+from moe_fp8.shape import Form, MoeShape, Swiglu
 from problems import SHAPE, TOLERANCE, configs_of, fused_output, inputs_of, use_target
 
 GEOMETRY = MoeShape(16, 8, 256, 128, 4, 2, 3)

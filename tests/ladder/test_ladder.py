@@ -13,14 +13,7 @@ import torch
 from bruteforce import TINY
 from markers import more
 from moe_fp8 import call as call_module
-from moe_fp8.call import (
-    DEEPSEEK_V3,
-    GroupedRows,
-    MoeInputs,
-    MoeShape,
-    expected_rows,
-    run_of,
-)
+from moe_fp8.call import GroupedRows, MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.ladder import steps
@@ -30,8 +23,10 @@ from moe_fp8.ladder import v3_clustered as v3
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
+from moe_fp8.ladder.adapter import run_of
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import calc_diff, group_rows
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape, expected_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from deepseek import make_inputs, weights, worst  # noqa: F401
-from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.ladder import steps
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import quantise_rows
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from small_layer import OFFSET, SHAPE, swapped, tensors_of
 
 

@@ -17,12 +17,13 @@ from bruteforce import TINY as SHAPE
 from faults import FAULTS, misaligned
 from markers import more
 from moe_fp8.api import experts, fused_moe
-from moe_fp8.call import LARGEST_SIZES, Form, MoeInputs, MoeShape, RoutedInputs, check_call
+from moe_fp8.call import MoeInputs, RoutedInputs, check_call
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.fused import FusedMoe, workspace_bytes
 from moe_fp8.kernels.route import ChooseExperts
 from moe_fp8.ladder import v2_vectorised
+from moe_fp8.shape import LARGEST_SIZES, Form, MoeShape
 from small_layer import ROUTING, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 

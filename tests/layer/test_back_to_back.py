@@ -11,10 +11,10 @@ import test_batched_experts as by_expert
 import torch
 from markers import backends, more
 from moe_fp8 import reference
-from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.layer import make_call
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import Form, MoeShape
 from problems import GATHERED, SHAPE, TOLERANCE, fused_output, inputs_of
 from problems import HOPPER as CONFIGS
 from ptxemu.engine import DEPENDENTS

@@ -11,13 +11,14 @@ from markers import backends, only
 from moe_fp8 import batched_experts, experts, prepare, reference
 from moe_fp8.api import call_of
 from moe_fp8.cache import CACHE_VARIABLE
-from moe_fp8.call import BatchedInputs, MoeShape
+from moe_fp8.call import BatchedInputs
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.permute import PLACE_WARPS
 from moe_fp8.layer import BatchedLayer, FusedLayer
 from moe_fp8.reference import calc_diff, quantise_rows
 from moe_fp8.serving import prepare as ahead
+from moe_fp8.shape import MoeShape
 from mutants import noticed as noticed_in
 from problems import TOLERANCE, configs_of, fused_output, odd_tokens, use_target
 from ptxemu.testing import replace

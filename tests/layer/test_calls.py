@@ -12,10 +12,11 @@ import torch
 from bruteforce import TINY as SHAPE
 from bruteforce import random_inputs
 from moe_fp8 import layer as layer_module
-from moe_fp8.call import DEEPSEEK_V3, BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.call import BatchedInputs, MoeInputs, RoutedInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.layer import BatchedLayer, FusedLayer
+from moe_fp8.shape import DEEPSEEK_V3, Form, MoeShape
 
 TOKENS = 5
 

@@ -17,18 +17,11 @@ import torch
 from markers import backends, more, only
 from moe_fp8 import reference
 from moe_fp8.api import experts, fused_moe
-from moe_fp8.call import (
-    CHUNK_TOKENS,
-    Form,
-    MoeInputs,
-    MoeShape,
-    RoutedInputs,
-    has_contiguous_lines,
-    some_tokens,
-)
+from moe_fp8.call import CHUNK_TOKENS, MoeInputs, RoutedInputs, has_contiguous_lines, some_tokens
 from moe_fp8.ladder import v5_fused
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import calc_diff, choose_experts, quantise_blocks, quantise_rows
+from moe_fp8.shape import Form, MoeShape
 from problems import SHAPE as EMULATED
 from problems import configs_of, fp8, fused_output, inputs_of, odd_tokens, same, use_target
 from ptxemu.testing import replace

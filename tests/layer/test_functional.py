@@ -17,9 +17,10 @@ from deepseek import output_of, v5
 from markers import backends, more
 from moe_fp8 import api
 from moe_fp8.api import fused_moe
-from moe_fp8.call import DEEPSEEK_V3, Form, MoeInputs
+from moe_fp8.call import MoeInputs
 from moe_fp8.ladder import v5_fused, v6_fused_hifi
 from moe_fp8.reference import quantise_rows
+from moe_fp8.shape import DEEPSEEK_V3, Form
 from small_layer import PLAIN, ROUTING, SHAPE, tensors_of, wanted_of
 
 from scripts.common.program import ROOT

@@ -24,7 +24,7 @@ from deepseek import SHAPE as DEEPSEEK
 from faults import FAULTS
 from markers import backends, more
 from moe_fp8 import layer, reference
-from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import Schedule
 from moe_fp8.kernels.fused import (
@@ -36,6 +36,7 @@ from moe_fp8.kernels.fused import (
 )
 from moe_fp8.layer import make_call
 from moe_fp8.reference import calc_diff, route
+from moe_fp8.shape import MoeShape
 from problems import (
     BLACKWELL,
     HOPPER,

@@ -21,9 +21,10 @@ from faults import FAULTS
 from markers import backends
 from moe_fp8 import reference as model
 from moe_fp8.api import fused_moe
-from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import MoeShape
 
 FIRST = int(os.environ.get("MOE_FP8_FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("MOE_FP8_FUZZ", "0"))

@@ -17,9 +17,9 @@ from moe_fp8 import (
     mxfp4,
     pack_mxfp4,
 )
-from moe_fp8.call import MoeShape
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.mxfp4 import PackedWeights
+from moe_fp8.shape import MoeShape
 from mxfp4_values import drawn
 
 of_a_device = backends("cpu", "gpu")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from moe_fp8.call import BLOCK
 from moe_fp8.reference import quantise_blocks, quantise_rows
+from moe_fp8.shape import BLOCK
 
 
 @pytest.mark.parametrize("exponent", range(-150, -110, 3))

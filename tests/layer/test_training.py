@@ -14,9 +14,9 @@ from moe_fp8 import (
     quantise_rows,
     training,
 )
-from moe_fp8.call import BLOCK, Swiglu
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import activated, calc_diff
+from moe_fp8.shape import BLOCK, Swiglu
 from problems import SHAPE, configs_of
 from torch.nn.functional import grouped_mm
 

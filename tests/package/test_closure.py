@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from moe_fp8.cache import ClosureError, import_closure
+from moe_fp8.closure import ClosureError, import_closure
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def names(root: Path, entry: str = "entry.py") -> list[str]:
-    return [p.relative_to(root).as_posix() for p in import_closure(root / entry, root)]
+    return [p.relative_to(root).as_posix() for p in import_closure(root, root / entry)]
 
 
 CORE = ["__init__.py", "core/__init__.py"]
@@ -66,10 +66,10 @@ def test_cycles_end(package: Path) -> None:
 def test_refuses_what_a_bundle_cannot_resolve(package: Path, source: str, message: str) -> None:
     (package / "entry.py").write_text(source)
     with pytest.raises(ClosureError, match=message):
-        import_closure(package / "entry.py", package)
+        import_closure(package, package / "entry.py")
 
 
 def test_a_directory_without_init_is_refused(package: Path) -> None:
     (package / "core" / "__init__.py").unlink()
     with pytest.raises(ClosureError, match="__init__"):
-        import_closure(package / "core" / "a.py", package)
+        import_closure(package, package / "core" / "a.py")

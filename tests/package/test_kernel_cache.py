@@ -28,7 +28,6 @@ from cutlass import Float32
 from cutlass.base_dsl import env_manager
 from moe_fp8 import cache as caches
 from moe_fp8.cache import CACHE_VARIABLE, DESCRIPTION, DIGEST, OBJECT, KernelCache
-from moe_fp8.call import SILU, Form, Swiglu
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import route
 from moe_fp8.kernels.combine import Combine, compile_combine
@@ -37,6 +36,7 @@ from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.swiglu import compile_swiglu_quant
+from moe_fp8.shape import SILU, Form, Swiglu
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 ARCH = "sm_90a"

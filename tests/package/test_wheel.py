@@ -17,7 +17,7 @@ import pytest
 import torch
 from clone import copy_files
 from moe_fp8 import experts, fused_moe
-from moe_fp8.call import MoeShape
+from moe_fp8.shape import MoeShape
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "solutions" / "moe_fp8"

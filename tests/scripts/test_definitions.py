@@ -8,9 +8,11 @@ import bruteforce
 import pytest
 import torch
 from flashinfer_bench.data import Definition, load_json_file
-from moe_fp8.call import Form, MoeInputs, MoeShape, check_call, run_of, signature
+from moe_fp8.call import MoeInputs, check_call, signature
 from moe_fp8.ladder import v4_flat, v5_fused, v6_fused_hifi
+from moe_fp8.ladder.adapter import run_of
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import Form, MoeShape
 
 from scripts.common import definitions
 from scripts.common.definitions import DEFAULT, FP8, MOE, MoeDefinition

@@ -5,8 +5,8 @@ import sys
 import fake_libraries
 import pytest
 import torch
-from moe_fp8.call import BLOCK
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import BLOCK
 from programs import RATES
 from triton_interpreter import DEVICE, interpreter_that_rounds
 

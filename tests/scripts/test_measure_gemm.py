@@ -15,9 +15,9 @@ import pytest
 import torch
 from moe_fp8 import reference
 from moe_fp8.baselines import humming_moe
-from moe_fp8.call import DEEPSEEK_V3
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.ladder import v3_clustered, v4_flat
+from moe_fp8.shape import DEEPSEEK_V3
 
 from scripts.common.program import EXIT_FAILED, EXIT_OK, ROOT
 from scripts.measuring import clock, gemm, gemm_ladder

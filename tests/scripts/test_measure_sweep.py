@@ -10,8 +10,9 @@ import pytest
 import torch
 from flashinfer_bench.data import Definition
 from moe_fp8 import experts, fused_moe, reference
-from moe_fp8.call import DEEPSEEK_V3, MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
 from moe_fp8.reference import calc_diff, choose_experts, quantise_blocks, quantise_rows
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from programs import RATES
 from triton_interpreter import DEVICE, interpreter_that_rounds
 

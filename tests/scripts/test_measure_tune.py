@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 from every_config import TOKENS
-from moe_fp8.call import DEEPSEEK_V3, MoeInputs
+from moe_fp8.call import MoeInputs
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
+from moe_fp8.shape import DEEPSEEK_V3
 
 from scripts.common.program import EXIT_FAILED
 from scripts.measure import TUNED_TOKENS

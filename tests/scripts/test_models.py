@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from moe_fp8.call import MoeShape
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.kernels.route import ChooseExperts
+from moe_fp8.shape import MoeShape
 
 from scripts.common.definitions import find_layer
 from scripts.common.program import ROOT

@@ -9,9 +9,10 @@ import torch
 from flashinfer_bench.bench.utils import load_safetensors
 from flashinfer_bench.data import Definition, Trace, load_json_file
 from moe_fp8 import experts, from_mxfp4
-from moe_fp8.call import MoeShape, run_of
 from moe_fp8.four_bits import packed, reencoded, weights
 from moe_fp8.four_bits.weights import Prepared, signature
+from moe_fp8.ladder.adapter import run_of
+from moe_fp8.shape import MoeShape
 from mxfp4_values import SOLUTION_SHAPE as SHAPE
 from mxfp4_values import arguments, decoded
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from moe_fp8 import api, experts, from_mxfp4, pack_mxfp4
 from moe_fp8.cache import CACHE_VARIABLE, KernelCache
-from moe_fp8.call import Form, MoeShape
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import HOPPER
 from moe_fp8.reference import calc_diff, quantise_blocks, quantise_rows
 from moe_fp8.serving import prepare
+from moe_fp8.shape import Form, MoeShape
 from mxfp4_values import drawn
 from programs import call, gone
 

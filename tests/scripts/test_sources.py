@@ -268,7 +268,7 @@ def test_definitions_have_their_own_folders_and_packing_one_keeps_the_solutions_
 ) -> None:
     data, definition = package.parent / "data", MOE[1]
     monkeypatch.setattr(sources, "PACKED_DIR", data / "solutions")
-    for name in ("layer/__init__.py", "layer/calls.py"):
+    for name in ("ladder/__init__.py", "ladder/adapter.py"):
         write_file(package / name, '"""Empty."""\n')
     text = GENERATION.replace('"author"', '"routings": ("deepseek_v3",),\n    "author"')
     (package / "gen.py").write_text(text)

@@ -20,11 +20,11 @@ import pytest
 import torch
 from moe_fp8.api import call_of
 from moe_fp8.cache import CACHE_VARIABLE, NOT_KEPT
-from moe_fp8.call import Form
 from moe_fp8.kernels import fused
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.serving import bake, plugins
 from moe_fp8.serving import prepare as ahead
+from moe_fp8.shape import Form
 
 SMALL = {
     "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 256, "moe_intermediate_size": 128,

@@ -26,20 +26,13 @@ from markers import backends
 from moe_fp8 import api, experts, fused_moe, prepare
 from moe_fp8.api import call_of
 from moe_fp8.cache import CACHE_VARIABLE, NOT_KEPT
-from moe_fp8.call import (
-    CHUNK_TOKENS,
-    DEEPSEEK_V3,
-    LARGEST_OFFSET,
-    Form,
-    MoeInputs,
-    MoeShape,
-    RoutedInputs,
-)
+from moe_fp8.call import CHUNK_TOKENS, LARGEST_OFFSET, MoeInputs, RoutedInputs
 from moe_fp8.kernels import architectures, fused
 from moe_fp8.kernels import compile as compiling
 from moe_fp8.kernels.architectures import BLACKWELL, HOPPER
 from moe_fp8.reference import calc_diff, quantise_rows
 from moe_fp8.serving import prepare as ahead
+from moe_fp8.shape import DEEPSEEK_V3, Form, MoeShape
 from programs import gone
 from small_layer import HIDDEN, TOP_K, WEIGHTS
 from small_layer import named_tensors as tensors

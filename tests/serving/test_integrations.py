@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 from moe_fp8 import kernels
-from moe_fp8.cache import import_closure
+from moe_fp8.closure import import_closure
 from moe_fp8.serving import plugins
 from moe_fp8.serving import sglang as sglang_plugin
 from moe_fp8.serving import vllm as vllm_plugin
@@ -226,7 +226,7 @@ def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):
 def test_no_module_imports_one_that_imports_it():
     package = ROOT / "solutions" / "moe_fp8"
     modules = [*(package / "serving").glob("*.py")]
-    reach = {module: {*import_closure(module, package)} for module in modules}
+    reach = {module: {*import_closure(package, module)} for module in modules}
     inits = {module for module in modules if module.name == "__init__.py"}
     for one in {*modules} - inits:
         assert not [other for other in reach[one] & {*modules} - {one} if one in reach[other]]

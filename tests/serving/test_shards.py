@@ -6,8 +6,8 @@ import pytest
 import torch
 from engines.reference import Weights, layer, wide
 from moe_fp8 import experts, pad_shard
-from moe_fp8.call import BLOCK
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import BLOCK
 
 LOCAL, HIDDEN = 4, 256
 

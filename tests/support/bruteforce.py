@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from moe_fp8.call import MoeInputs, MoeShape
+from moe_fp8.call import MoeInputs
+from moe_fp8.shape import MoeShape
 
 BLOCK = 128
 TINY = MoeShape(num_experts=16, num_local_experts=4, hidden_size=256, intermediate_size=128,

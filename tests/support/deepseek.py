@@ -14,7 +14,6 @@ from moe_fp8.baselines import (
     triton_fused_moe_v2,
     triton_moe,
 )
-from moe_fp8.call import DEEPSEEK_V3 as SHAPE
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.ladder import v1_loop_padding as v1
@@ -24,6 +23,7 @@ from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import DEEPSEEK_V3 as SHAPE
 
 FP8 = torch.float8_e4m3fn
 OFFSET = 64

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from moe_fp8 import reference
-from moe_fp8.call import DEEPSEEK_V3, MoeShape
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.ladder import steps
 from moe_fp8.layer import make_call
 from moe_fp8.reference import calc_diff
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from problems import gemm, layer_inputs
 
 from scripts.measuring.gemm import LAYER_SHAPES

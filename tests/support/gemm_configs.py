@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import torch
-from moe_fp8.call import CHUNK_TOKENS, MoeShape
+from moe_fp8.call import CHUNK_TOKENS
 from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_device
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
 from moe_fp8.kernels.configs import Schedule
+from moe_fp8.shape import MoeShape
 
 from scripts.common.definitions import MXFP4
 

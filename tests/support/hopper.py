@@ -1,7 +1,7 @@
 """Hopper's arithmetic of the GEMM: docs/notes/gemm_sm90.md has the rule by which WGMMA adds."""
 
 import torch
-from moe_fp8.call import BLOCK
+from moe_fp8.shape import BLOCK
 
 INSTRUCTION = 32
 """Products that one WGMMA adds to a sum."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from moe_fp8.call import MoeShape
+from moe_fp8.shape import MoeShape
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

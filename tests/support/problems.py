@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from moe_fp8 import reference
-from moe_fp8.call import BatchedInputs, Form, MoeInputs, MoeShape, RoutedInputs
+from moe_fp8.call import BatchedInputs, MoeInputs, RoutedInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as Sm90
 from moe_fp8.kernels.configs import GemmConfigSm100 as Sm100
@@ -15,6 +15,7 @@ from moe_fp8.kernels.configs import Schedule
 from moe_fp8.ladder.steps import batched_rows
 from moe_fp8.layer import make_call
 from moe_fp8.reference import flat_rows, route
+from moe_fp8.shape import Form, MoeShape
 from ptxemu import MODES, options
 
 FP8 = torch.float8_e4m3fn

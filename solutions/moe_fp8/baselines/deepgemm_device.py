@@ -5,7 +5,7 @@ DeepGEMM serves one GPU a process, because it caches kernel handles of the first
 
 import torch
 
-from ..call import BLOCK
+from ..shape import BLOCK
 
 REQUIREMENT = "sgl-deep-gemm>=0.1.5"
 RECIPE = (1, BLOCK, BLOCK)

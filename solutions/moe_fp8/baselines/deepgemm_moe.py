@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..call import BLOCK, DEEPSEEK_V3, MoeInputs, MoeShape, run_of
+from ..call import MoeInputs
+from ..ladder.adapter import run_of
+from ..shape import BLOCK, DEEPSEEK_V3, MoeShape
 from .deepgemm_device import RECIPE, REQUIREMENT, require_first_device
 from .per_stream import PerStream
 from .shared import Tables, begin, new_buffers, new_tables, route

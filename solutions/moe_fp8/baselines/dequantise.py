@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import BLOCK
+from ..shape import BLOCK
 
 DEQUANTISE_COLUMNS = 1024
 

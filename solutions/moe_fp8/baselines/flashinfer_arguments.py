@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..call import MoeInputs, MoeShape
+from ..call import MoeInputs
+from ..shape import MoeShape
 
 ROUTING_DEEPSEEK_V3 = 2
 """`flashinfer.RoutingMethodType.DeepSeekV3`. Not all releases export it."""

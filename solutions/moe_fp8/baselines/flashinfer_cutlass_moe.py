@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, bounded_offset, run_of
+from ..call import MoeInputs, bounded_offset
+from ..ladder.adapter import run_of
+from ..shape import DEEPSEEK_V3, MoeShape
 from .per_stream import PerStream
 from .requirement import require
 from .shared import begin, route

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
+from ..call import MoeInputs, check_call
+from ..ladder.adapter import run_of
+from ..shape import DEEPSEEK_V3, MoeShape
 from .flashinfer_arguments import block_scale_arguments
 from .requirement import require
 from .supported import SM100, on_its_device, require_gpu

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, check_call, run_of
+from ..call import MoeInputs, check_call
+from ..ladder.adapter import run_of
+from ..shape import DEEPSEEK_V3, MoeShape
 from .flashinfer_arguments import block_scale_arguments
 from .per_stream import PerStream
 from .requirement import require

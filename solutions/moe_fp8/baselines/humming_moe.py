@@ -22,17 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call import (
-    BLOCK,
-    DEEPSEEK_V3,
-    MoeInputs,
-    MoeShape,
-    RoutedInputs,
-    bounded_offset,
-    check_call,
-    run_of,
-)
+from ..call import MoeInputs, RoutedInputs, bounded_offset, check_call
 from ..four_bits.weights import Prepared, Weights, check
+from ..ladder.adapter import run_of
+from ..shape import BLOCK, DEEPSEEK_V3, MoeShape
 from .per_stream import PerStream
 from .requirement import require
 from .shared import Tables, new_tables, route

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ..call import MoeShape, RoutedInputs, bounded_offset
+from ..call import RoutedInputs, bounded_offset
 from ..four_bits.weights import Prepared, Weights, check
+from ..shape import MoeShape
 from .per_stream import PerStream
 from .requirement import require
 from .supported import SM90, on_its_device, require_gpu

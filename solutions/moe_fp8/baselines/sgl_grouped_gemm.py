@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import MoeShape
+from ..shape import MoeShape
 from .per_stream import PerStream
 from .requirement import require
 

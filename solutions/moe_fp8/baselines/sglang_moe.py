@@ -26,7 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import BLOCK, DEEPSEEK_V3, FP8_MAX, MoeInputs, MoeShape, bounded_offset, run_of
+from ..call import MoeInputs, bounded_offset
+from ..ladder.adapter import run_of
+from ..shape import BLOCK, DEEPSEEK_V3, FP8_MAX, MoeShape
 from .per_stream import PerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .shared import begin, route

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..call import BLOCK, MoeInputs, MoeShape, check_call
+from ..call import MoeInputs, check_call
+from ..shape import BLOCK, MoeShape
 from .requirement import require
 from .supported import Capability, require_gpu
 

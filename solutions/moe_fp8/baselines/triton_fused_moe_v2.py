@@ -14,7 +14,9 @@ same arguments; this project has not run them.
 
 import torch
 
-from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
+from ..call import MoeInputs
+from ..ladder.adapter import run_of
+from ..shape import DEEPSEEK_V3, MoeShape
 from .per_stream import PerStream
 from .sgl_grouped_gemm import REQUIREMENT, grouped_gemm, layer_scratch
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route

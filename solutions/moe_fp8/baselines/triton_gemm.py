@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..call import BLOCK
+from ..shape import BLOCK
 from .triton_stages import Rows, processors
 
 

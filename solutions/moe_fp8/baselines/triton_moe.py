@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..call import DEEPSEEK_V3, MoeInputs, MoeShape, run_of
+from ..call import MoeInputs
+from ..ladder.adapter import run_of
+from ..shape import DEEPSEEK_V3, MoeShape
 from .per_stream import PerStream
 from .shared import Buffers, Tables, begin, new_buffers, new_tables, route
 from .supported import SM90, SM100, on_its_device

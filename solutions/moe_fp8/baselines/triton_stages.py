@@ -34,7 +34,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..call import BLOCK, TMA_ROWS, MoeShape, bounded_offset
+from ..call import bounded_offset
+from ..shape import BLOCK, TMA_ROWS, MoeShape
 
 FP8_MAX = tl.constexpr(448.0)
 EPSILON = tl.constexpr(1e-20)

@@ -2,8 +2,9 @@
 
 import torch
 
-from ..call import Form, MoeShape, RoutedInputs
+from ..call import RoutedInputs
 from ..layer import FusedLayer
+from ..shape import Form, MoeShape
 from .weights import Make, Prepared, check, of_chosen
 
 

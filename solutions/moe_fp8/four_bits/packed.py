@@ -11,8 +11,8 @@ all weights, which tell that they are the last ones. A device time does not.
 Tokens are bfloat16, as engines pass them to their experts, and are quantised within the layer.
 """
 
-from ..call import MoeShape
 from ..mxfp4 import pack_mxfp4
+from ..shape import MoeShape
 from .layer import Mxfp4Layer
 from .weights import Weights
 

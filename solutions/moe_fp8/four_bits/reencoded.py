@@ -11,8 +11,8 @@ all weights as they come, which tell that they are the last ones. A device time 
 Tokens are bfloat16, as engines pass them to their experts, and are quantised within the layer.
 """
 
-from ..call import MoeShape
 from ..mxfp4 import from_mxfp4
+from ..shape import MoeShape
 from .layer import Mxfp4Layer
 from .weights import Weights
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..call import MoeShape, RoutedInputs, Signature, TensorSpec, check_integer
+from ..call import RoutedInputs, Signature, TensorSpec, check_integer
+from ..shape import MoeShape
 
 GROUP = 32
 """Values of a row that share an exponent."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..call import MoeShape
+from ..shape import MoeShape
 from . import heuristic_sm90, heuristic_sm100
 from .configs import LayerRules
 

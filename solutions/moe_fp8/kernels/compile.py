@@ -20,7 +20,8 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 from cutlass._mlir import ir
 from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
-from ..cache import KernelCache, cache_dir, import_closure
+from ..cache import KernelCache, cache_dir
+from ..closure import import_closure
 
 ENTRY_POINT = "launch"
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
@@ -235,7 +236,7 @@ def _source(cls: type) -> Path:
 def _source_digest(*modules: Path) -> str:
     """Return a digest of these modules and of all they import from this package."""
     digest = hashlib.sha256()
-    for path in sorted({p for module in modules for p in import_closure(module, PACKAGE_ROOT)}):
+    for path in import_closure(PACKAGE_ROOT, *modules):
         digest.update(path.relative_to(PACKAGE_ROOT).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..call import BLOCK, PACKED_BYTES, TMA_ROWS, MoeShape, expected_rows
+from ..shape import BLOCK, PACKED_BYTES, TMA_ROWS, MoeShape, expected_rows
 
 WARP = 32
 """Threads of a warp."""

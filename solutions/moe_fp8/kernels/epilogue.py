@@ -29,7 +29,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from ..call import BLOCK
+from ..shape import BLOCK
 from .configs import EPILOGUE_N, WARPGROUP
 from .dsl import BF16_VECTOR, E4M3_VECTOR, LayoutEnum, vector
 from .gemm_load import TmaTensor

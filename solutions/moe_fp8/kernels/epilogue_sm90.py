@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float8E4M3FN, Float32, Int32
 
-from ..call import BLOCK
+from ..shape import BLOCK
 from .configs import WARP, WARPGROUP_WARPS, GemmConfigSm90
 from .epilogue import Quantised, StagedRows, TilePart, largest
 from .swiglu import Activation, block_scale, divide, round_to_term

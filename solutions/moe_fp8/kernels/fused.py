@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8
 
-from ..call import ALIGNMENT, BLOCK, PACKED_BYTES, TMA_ROWS, Form, MoeShape, round_up
+from ..shape import ALIGNMENT, BLOCK, PACKED_BYTES, TMA_ROWS, Form, MoeShape, round_up
 from .combine import Combine
 from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .gemm_load import ZeroTokens

@@ -46,7 +46,7 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
-from ..call import BLOCK, TMA_ROWS
+from ..shape import BLOCK, TMA_ROWS
 from .configs import WARP, WGMMA_M
 from .dsl import BF16_VECTOR, LayoutEnum, copy_async, load, vector
 from .sync import Ready, wait_for_previous, wait_for_rows

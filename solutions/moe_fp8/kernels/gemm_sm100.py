@@ -51,7 +51,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, tcgen05
 
-from ..call import BLOCK
+from ..shape import BLOCK
 from .configs import (
     EPILOGUE_N,
     MAX_SFB,

@@ -48,7 +48,7 @@ from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from ..call import BLOCK
+from ..shape import BLOCK
 from .configs import (
     CONVERTER_REGISTERS,
     EPILOGUE_N,

@@ -4,7 +4,7 @@ from typing import Any
 
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8
 
-from ..call import BLOCK, PACKED_BYTES, TMA_ROWS
+from ..shape import BLOCK, PACKED_BYTES, TMA_ROWS
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import GemmConfigSm90, GemmConfigSm100
 from .gemm_sm90 import GemmSm90

@@ -6,7 +6,7 @@ docs/notes/gemm_sm90.md and docs/notes/fused.md have the measurements behind eve
 from dataclasses import replace
 from typing import Any
 
-from ..call import BLOCK, MoeShape, expected_rows
+from ..shape import BLOCK, MoeShape, expected_rows
 from .configs import GemmConfigSm90, LayerRules, Schedule
 
 # Rows per active expert up to which a config is used. With few rows the GEMM waits for the weights.

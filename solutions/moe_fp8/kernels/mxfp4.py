@@ -29,7 +29,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T
 
-from ..call import BLOCK, PACKED_BYTES
+from ..shape import BLOCK, PACKED_BYTES
 from .configs import WARP, WARPGROUP, WARPGROUP_WARPS, WGMMA_M
 from .dsl import load, vector
 from .gemm_load import expect_bytes, l2_hint, weights_layout

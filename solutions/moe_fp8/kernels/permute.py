@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..call import BLOCK, Form, round_up
+from ..shape import BLOCK, Form, round_up
 from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Tensor, compiled
 from .configs import WARP
 from .dsl import BF16_VECTOR, E4M3_VECTOR, alignment, load, vector

@@ -33,7 +33,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 
-from ..call import EPSILON, Form, MoeShape
+from ..shape import EPSILON, Form, MoeShape
 from .compile import DSL_TYPES, Argument, CompiledOnce, Extent, Scalar, Tensor, compiled
 from .configs import WARP
 from .dsl import SmemAllocator, load

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 
-from ..call import BLOCK, FP8_MAX, MANTISSA, SILU, Swiglu
+from ..shape import BLOCK, FP8_MAX, MANTISSA, SILU, Swiglu
 from .compile import CompiledOnce, Extent, Scalar, Tensor, compiled
 from .dsl import BF16_VECTOR, vector
 from .sync import wait_for_previous

@@ -12,22 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from ..call import (
-    BLOCK,
-    DEEPSEEK_V3,
-    SILU,
-    TMA_ROWS,
-    Form,
-    GroupedRows,
-    MoeInputs,
-    MoeShape,
-    Swiglu,
-    bounded_offset,
-    check_call,
-    chunks,
-    round_up,
-)
+from ..call import GroupedRows, MoeInputs, bounded_offset, check_call, chunks
 from ..kernels import architectures
+from ..shape import BLOCK, DEEPSEEK_V3, SILU, TMA_ROWS, Form, MoeShape, Swiglu, round_up
 
 # --- entry --------------------------------------------------------------------------------------
 

@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 
-from ..call import MoeInputs, MoeShape, round_up, run_of
+from ..call import MoeInputs
 from ..kernels import architectures
+from ..shape import MoeShape, round_up
 from . import steps
+from .adapter import run_of
 
 SOLUTION = {"name": "cutedsl_moe_fp8_v3"}
 

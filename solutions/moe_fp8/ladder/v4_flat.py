@@ -21,17 +21,11 @@ from typing import Any
 
 import torch
 
-from ..call import (
-    DEEPSEEK_V3,
-    TMA_ROWS,
-    MoeInputs,
-    MoeShape,
-    expected_rows,
-    round_up,
-    run_of,
-)
+from ..call import MoeInputs
 from ..kernels import architectures
+from ..shape import DEEPSEEK_V3, TMA_ROWS, MoeShape, expected_rows, round_up
 from . import steps
+from .adapter import run_of
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_flat",

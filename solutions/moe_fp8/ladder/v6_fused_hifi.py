@@ -12,8 +12,9 @@ weight bytes. 0.43 -> 0.47 ms a call, 0.40 -> 0.44 of it on the GPU (mean of 19 
 2026-11-28).
 """
 
-from ..call import DEEPSEEK_V3, MoeShape, run_of
 from ..layer import FusedLayer
+from ..shape import DEEPSEEK_V3, MoeShape
+from .adapter import run_of
 
 SOLUTION = {
     "name": "cutedsl_moe_fp8_fused_hifi",

@@ -25,9 +25,10 @@ import torch
 
 from ..api import batched_experts, call_of, experts
 from ..cache import CACHE_VARIABLE, KernelCache
-from ..call import BLOCK, CHUNK_TOKENS, PACKED_BYTES, MoeShape, shown
+from ..call import CHUNK_TOKENS
 from ..kernels.architectures import GPUS, Architecture
 from ..mxfp4 import GROUP, PackedWeights
+from ..shape import BLOCK, PACKED_BYTES, MoeShape, shown
 from .models import MODELS
 from .plugins import (
     BLOCK_SHAPE,

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ..api import call_of, fused_moe, refuse_gradients
-from ..call import BLOCK, MoeInputs, MoeShape, check_real
+from ..call import MoeInputs, check_real
 from ..kernels import architectures
 from ..ladder import steps
 from ..reference import quantise_rows
+from ..shape import BLOCK, MoeShape
 
 if TYPE_CHECKING:
     import deep_ep

@@ -20,7 +20,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..api import experts
-from ..call import BLOCK
+from ..shape import BLOCK
 from ..training import differentiable_experts
 
 NAMES = {"moe_fp8": False, "moe_fp8_accurate": True}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..call import MoeShape, Swiglu
 from ..kernels.architectures import ARCHITECTURES, HOPPER
+from ..shape import MoeShape, Swiglu
 
 BLOCK_SHAPE = [128, 128]
 """Rows and columns of weights that share a scale."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..api import batched_experts, experts
-from ..call import BLOCK
 from ..mxfp4 import compare
+from ..shape import BLOCK
 from .packed import COPIES, Mxfp4, Weights, convert, form_for, forms
 from .plugins import (
     BLOCK_SHAPE,

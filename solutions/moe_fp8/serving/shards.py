@@ -2,7 +2,8 @@
 
 import torch
 
-from ..call import BLOCK, check_integer, described
+from ..call import check_integer, described
+from ..shape import BLOCK
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """`w13`, `w13_scale`, `w2`, `w2_scale` as in `experts`."""
