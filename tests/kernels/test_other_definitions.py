@@ -14,12 +14,12 @@ from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
-from moe_fp8.ladder import steps
 from moe_fp8.ladder import v4_flat as v4
 from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from moe_fp8.ladder.adapter import run_of
 from moe_fp8.reference import calc_diff
+from moe_fp8.routing import route
 from moe_fp8.shape import MoeShape
 from problems import fused_output, layer_inputs
 
@@ -107,7 +107,7 @@ def model_of_flat(
 def test_routing(tokens, shape, make_inputs):
     """Experts and rows of the pairs are equal; weights differ in the rounding of `exp` at most."""
     inputs = make_inputs(tokens)
-    got, wanted = steps.route(inputs, shape), reference.route(inputs, shape)
+    got, wanted = route(inputs, shape), reference.route(inputs, shape)
     assert torch.equal(got.m_indptr, wanted.m_indptr)
     assert torch.equal(got.pair_row, wanted.pair_row)
     pairs = int(wanted.m_indptr[-1])

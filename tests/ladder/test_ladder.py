@@ -13,6 +13,7 @@ import torch
 from bruteforce import TINY
 from markers import more
 from moe_fp8 import call as call_module
+from moe_fp8 import routing
 from moe_fp8.call import GroupedRows, MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
@@ -61,7 +62,8 @@ def called(monkeypatch) -> Called:
             calls.append((name, arguments))
             return step(*arguments, **options)
 
-        monkeypatch.setattr(steps, name, partial(recorded, name=name, step=getattr(steps, name)))
+        module = routing if name == "route" else steps
+        monkeypatch.setattr(module, name, partial(recorded, name=name, step=getattr(module, name)))
     return calls
 
 
@@ -374,8 +376,8 @@ def test_operations(name, most, weights, no_kernels, monkeypatch):
     shape that follows from values, which the host would wait for.
     """
     inputs = bruteforce.random_inputs(SMALL, 9, 32, 12, weights, favourite=40)
-    routed = steps.route(inputs, SMALL)
-    monkeypatch.setattr(steps, "route", lambda *arguments, **options: routed)
+    routed = routing.route(inputs, SMALL)
+    monkeypatch.setattr(routing, "route", lambda *arguments, **options: routed)
     output = torch.empty(9, 256, dtype=torch.bfloat16)
     with CountOperations() as count:
         LAYERS[name](inputs, output, SMALL)
@@ -415,7 +417,7 @@ def test_padded_rows(name, counts, called, monkeypatch):
     """Both GEMMs get every expert's rows at a multiple of `max_rows`, in order, with their scales.
     Padding is not written, and what the GEMMs write there reaches nothing."""
     shape, inputs, rows = counted(counts)
-    monkeypatch.setattr(steps, "route", lambda *arguments: rows)
+    monkeypatch.setattr(routing, "route", lambda *arguments: rows)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_poisoned)
     out = torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16)
     LAYERS[name](inputs, out, shape)
@@ -469,7 +471,7 @@ def test_aligned_rows(counts, tile, called, monkeypatch):
     many = GemmConfig(tile_m=192, cluster_n=2)
     choose = Choose(many if tile == 192 else GemmConfig(tile_m=tile, swap_ab=True))
     use(monkeypatch, choose)
-    monkeypatch.setattr(steps, "route", lambda *arguments, with_tokens: rows)
+    monkeypatch.setattr(routing, "route", lambda *arguments, with_tokens: rows)
     LAYERS["v3"](inputs, torch.empty(inputs.hidden_states.shape, dtype=torch.bfloat16), shape)
     (_, permute), (_, gemm1), (_, swiglu), (_, gemm2), (_, combine) = called
     padded = [-(-count // tile) * tile for count in counts]
@@ -519,7 +521,7 @@ def test_flat_rows(local, rows, called, weights, monkeypatch):
     inputs = bruteforce.random_inputs(shape, 7, 32, 3, some, favourite=33)
     output_of(v4.moe, inputs, shape)
     _, (_, permute), (_, gemm1), (_, swiglu), (_, gemm2), (_, combine) = called
-    routed = steps.route(inputs, shape, with_tokens=False)
+    routed = routing.route(inputs, shape, with_tokens=False)
     for gemm in (gemm1, gemm2):
         assert len(gemm[0]) == len(gemm[4]) == rows and gemm[6] is choose.config
         assert gemm[5].tolist() == [routed.m_indptr[:-1].tolist(), routed.m_indptr[1:].tolist()]
@@ -552,7 +554,7 @@ def test_flat_rows_without_a_pair_are_not_written(offset, weights, monkeypatch):
     monkeypatch.setattr(steps, "workspace", keep)
     inputs = bruteforce.random_inputs(SMALL, 21, offset, 5, weights)
     output_of(v4.moe, inputs)
-    total = int(steps.route(inputs, SMALL).m_indptr[-1])
+    total = int(routing.route(inputs, SMALL).m_indptr[-1])
     q, q_scale = tensors[0].q, tensors[0].q_scale
     assert q.shape[0] == 21 * 8 and (total == 0) == (offset == 512)
     assert (q.view(torch.uint8)[total:] == 0xFF).all() and q_scale[:, total:].isnan().all()

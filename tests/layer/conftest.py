@@ -7,9 +7,9 @@ import pytest
 import torch
 from deepseek import make_inputs, weights, worst  # noqa: F401
 from moe_fp8.call import MoeInputs
-from moe_fp8.ladder import steps
 from moe_fp8.layer import FusedLayer
 from moe_fp8.reference import quantise_rows
+from moe_fp8.routing import route
 from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from small_layer import OFFSET, SHAPE, swapped, tensors_of
 
@@ -53,7 +53,7 @@ class Engine:
         exponentials can differ in the last bit."""
         whole = MoeInputs._make((*inputs[:2], *6 * (inputs[0].new_empty(0),), 0, 2.5))
         shape = replace(self.shape, num_local_experts=self.shape.num_experts)
-        rows = steps.route(whole, shape, False)
+        rows = route(whole, shape, False)
         return torch.searchsorted(rows.m_indptr, rows.pair_row, right=True) - 1, rows.weights
 
     def layer(self, inputs: MoeInputs, accurate: bool = False) -> torch.Tensor:

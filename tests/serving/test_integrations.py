@@ -223,13 +223,14 @@ def test_a_choice_that_fails_is_the_engines_own(caplog, monkeypatch):
     assert "top 1, 128 x 128: ModuleNotFoundError: " in caplog.text
 
 
-def test_no_module_imports_one_that_imports_it():
+def test_no_module_imports_the_ladder_or_one_that_imports_it():
     package = ROOT / "solutions" / "moe_fp8"
     modules = [*(package / "serving").glob("*.py")]
     reach = {module: {*import_closure(package, module)} for module in modules}
     inits = {module for module in modules if module.name == "__init__.py"}
     for one in {*modules} - inits:
         assert not [other for other in reach[one] & {*modules} - {one} if one in reach[other]]
+        assert not [path for path in reach[one] if path.is_relative_to(package / "ladder")]
 
 
 def test_importing_a_plugin_imports_no_engine():

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from .. import routing
 from ..call import MoeInputs
 from ..kernels import architectures
 from ..shape import MoeShape, round_up
@@ -48,7 +49,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     x, x_scale = inputs.hidden_states, inputs.hidden_states_scale
 
     # 1. Route.
-    routed = steps.route(inputs, shape, with_tokens=False)
+    routed = routing.route(inputs, shape, with_tokens=False)
     # The expert of each pair. Row -1 (no local expert) gets expert 0, whose shift is 0, and stays
     # -1. Must come before the wait, or the GPU idles while the host launches it.
     expert = torch.searchsorted(routed.m_indptr[1:], routed.pair_row, right=True)  # [T, top_k]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .. import routing
 from ..call import MoeInputs
 from ..kernels import architectures
 from ..shape import DEEPSEEK_V3, TMA_ROWS, MoeShape, expected_rows, round_up
@@ -51,7 +52,7 @@ def moe(inputs: MoeInputs, output: torch.Tensor, shape: MoeShape) -> None:
     a, a_scale, g, q, q_scale, o = steps.workspace(output, num_rows, shape)
 
     # 2. Route.
-    routed = steps.route(inputs, shape, with_tokens=False)
+    routed = routing.route(inputs, shape, with_tokens=False)
     expert_rows = steps.flat_rows(routed.m_indptr)
 
     # 3. Permute: copy each token to its rows.

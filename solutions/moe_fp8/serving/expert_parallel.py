@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ..api import call_of, fused_moe, refuse_gradients
 from ..call import MoeInputs, check_real
 from ..kernels import architectures
-from ..ladder import steps
 from ..reference import quantise_rows
+from ..routing import route
 from ..shape import BLOCK, MoeShape
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _experts_of(logits: torch.Tensor, bias: torch.Tensor | None, shape: MoeShape
     experts were local, and a pair's row tells its expert."""
     nothing = logits.new_empty(0)
     inputs = MoeInputs._make((logits, bias, *6 * (nothing,), 0, 1.0))
-    rows = steps.route(inputs, shape, with_tokens=False)
+    rows = route(inputs, shape, with_tokens=False)
     return torch.searchsorted(rows.m_indptr, rows.pair_row, right=True) - 1
 
 
