@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.common import sources
+from scripts.common import hashes, machine_code
 from scripts.common.definitions import DEFAULT, MOE, SHARED, MoeDefinition
 from scripts.common.program import (
     EXIT_FAILED,
@@ -220,7 +220,7 @@ def digest(unit: Unit) -> str:
     (mlir,) = (path.read_text("utf-8") for path in dumped if path.name.endswith("_clean.mlir"))
     for path in dumped:
         path.unlink()
-    return sources.digest(ptx, mlir)
+    return machine_code.digest(ptx, mlir)
 
 
 def compute(listed: list[Unit], workers: int) -> dict[str, str]:
@@ -244,15 +244,19 @@ def describe(listed: list[Unit], digests: dict[str, str]) -> dict[str, Any]:
     for unit in listed:
         if unit.solution:
             kernels.setdefault(unit.solution, []).append(unit.name)
-    packed = {name: s for definition in MOE for name, s in sources.packed(definition).items()}
+    packed = {name: s for definition in MOE for name, s in hashes.packed(definition).items()}
     triton = {
-        name: sources.triton_digest(source.content for source in solution.sources)
+        name: machine_code.triton_digest(source.content for source in solution.sources)
         for name, solution in packed.items()
         if name not in kernels
     }
-    hashes = {name: solution.hash() for name, solution in packed.items()}
-    content = {"versions": sources.compiler_versions(), "digests": digests, "kernels": kernels}
-    return {**content, "triton": triton, "hashes": hashes}
+    return {
+        "versions": machine_code.compiler_versions(),
+        "digests": digests,
+        "kernels": kernels,
+        "triton": triton,
+        "hashes": {name: solution.hash() for name, solution in packed.items()},
+    }
 
 
 def main() -> int:
@@ -265,12 +269,13 @@ def main() -> int:
     args = arguments.parse_args()
 
     listed = units(args.all or args.write is not None)
-    stored = {} if args.write else sources.read_digests(RESULTS_DIR / sources.DIGESTS)
-    if stored and stored["versions"] != sources.compiler_versions():
-        raise UsageError(f"stored with {stored['versions']}, here is {sources.compiler_versions()}")
+    stored = {} if args.write else machine_code.read_digests(RESULTS_DIR / machine_code.DIGESTS)
+    versions = machine_code.compiler_versions()
+    if stored and stored["versions"] != versions:
+        raise UsageError(f"stored with {stored['versions']}, here is {versions}")
     computed = compute(listed, os.cpu_count() or 1)
     if args.write:
-        sources.write_digests(args.write / sources.DIGESTS, describe(listed, computed))
+        machine_code.write_digests(args.write / machine_code.DIGESTS, describe(listed, computed))
         return EXIT_OK
     changed = [name for name, now in computed.items() if stored["digests"].get(name) != now]
     for name in changed:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.common import options, sources
+from scripts.common import hashes, options, packer
 from scripts.common.definitions import MoeDefinition, find
 from scripts.common.program import (
     EXIT_OK,
@@ -95,7 +95,7 @@ def backing(
     f = results[(results.solution == name) & ~results.cpu.astype(bool)]
     f = f.sort_values("timestamp", kind="stable").drop_duplicates("uuid", keep="last")
     latest: dict[str, Any] = {result.uuid: result for result in f.itertuples()}
-    as_measured = {was: other_sources or sources.as_measured(name, was) for was in set(f.hash)}
+    as_measured = {was: other_sources or hashes.as_measured(name, was) for was in set(f.hash)}
 
     def against(workload: Any) -> str:
         """Return the reason why a workload is not backed; empty if it is."""
@@ -184,10 +184,10 @@ def export(args: argparse.Namespace) -> list[Path]:
     if args.to == APPLY:
         content = data_set.definitions[definition.name].model_dump(mode="json")
         files[definition.path] = _line(content, indent=2)
-    generations = {g.name: g for g in sources.generations(definition=definition)}
+    generations = {g.name: g for g in packer.generations(definition=definition)}
     for name, f in collect(args, run, workloads, [*generations]).items():
-        packed, below = sources.pack(generations[name]), generations[name].path_below
-        sources.validate(packed, ROOT / definition.path)
+        packed, below = packer.pack(generations[name]), generations[name].path_below
+        packer.validate(packed, ROOT / definition.path)
         files["solutions" / below] = packed
         traces = "traces" / below.parents[1] / f"{definition.name}.jsonl"
         files[traces] = files.get(traces, b"") + b"".join(_line(finite(t)) for t in f.trace)
@@ -230,10 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.to:
         print(*export(args), sep="\n")
     elif args.list:
-        for generation in sources.generations(definition=args.definition):
+        for generation in packer.generations(definition=args.definition):
             print(f"{generation.name}  {generation.path.name}")
     else:
-        for path in sources.write_packed(args.names, args.output, definition=args.definition):
+        for path in packer.write_packed(args.names, args.output, definition=args.definition):
             print(f"{path}  {path.stat().st_size / 1024:.0f} KiB")
     return EXIT_OK
 

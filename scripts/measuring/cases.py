@@ -32,7 +32,7 @@ from moe_fp8.reference import choose_experts
 from moe_fp8.shape import MoeShape
 from safetensors import SafetensorError
 
-from scripts.common import program, sources
+from scripts.common import packer, program
 from scripts.common.definitions import (
     DEFAULT,
     DEFINITIONS,
@@ -44,16 +44,10 @@ from scripts.common.definitions import (
     select,
     size_of,
 )
+from scripts.common.foreign import FOREIGN, foreign_code, is_peer, own_hashes
+from scripts.common.machine import other_versions, this_machine, why_not
 from scripts.common.options import select_names
 from scripts.common.program import ROOT, UsageError, os_error, say, skipped_text
-from scripts.common.sources import (
-    is_peer,
-    other_versions,
-    own_hashes,
-    split_available,
-    split_foreign,
-    this_machine,
-)
 from scripts.data import WorkloadSpec, load_specs, make_workloads
 from scripts.publishing.rows import read_results, why_not_same
 
@@ -259,11 +253,11 @@ def load_with_ours(
     """Return the data set with our solutions added in memory, and ours, packed anew. A clone that
     is read-only gets no files. Remarks go to stderr. Raises PackError."""
     try:
-        packed = packed_solutions(sources.write_packed(definition=definition))
+        packed = packed_solutions(packer.write_packed(definition=definition))
     except OSError as error:
         say(f"{os_error(error)}: our solutions are not kept there")
         with tempfile.TemporaryDirectory(prefix="packed-") as directory:
-            paths = sources.write_packed(output=Path(directory), build=False, definition=definition)
+            paths = packer.write_packed(output=Path(directory), build=False, definition=definition)
             packed = packed_solutions(paths)
     trace_set, remarks = load(root, definition)
     ours = {solution.name: solution for solution in packed}
@@ -330,11 +324,14 @@ def choose(
         every = [s for s in every if any(s.name == name for _, name in wanted)]
         if not workloads:
             picked = [t for t in picked if any(t.workload.uuid == uuid for uuid, _ in wanted)]
-    machine = this_machine(use_gpu)
+    machine, own = this_machine(use_gpu), own_hashes(packed)
     chosen = select_solutions(every, solutions)
-    allowed, foreign = split_foreign(chosen, packed, solutions, run_foreign)
-    available, unavailable = split_available(allowed, machine, own_hashes(packed))
-    skipped = {**foreign, **unavailable}
+    foreign = foreign_code(chosen, packed, solutions, run_foreign)
+    skipped = {s.name: FOREIGN for s in foreign}
+    for s in chosen:
+        if s.name not in skipped and (why := why_not(s, machine, own)):
+            skipped[s.name] = why
+    available = [s for s in chosen if s.name not in skipped]
     for remark in other_versions(available, machine):
         say(remark)
     if not available:

@@ -23,7 +23,7 @@ from moe_fp8.ladder.v4_flat import flat_config
 from moe_fp8.reference import calc_diff, flat_rows
 from moe_fp8.shape import DEEPSEEK_V3, TMA_ROWS
 
-from scripts.common import sources
+from scripts.common import hashes
 from scripts.common.definitions import BLOCK, DEFAULT, gemm_bytes, gemm_flops
 from scripts.common.program import PREFIX, duration, error_line, say
 from scripts.common.program import steps as progress
@@ -278,7 +278,7 @@ class Variant:
         """The fields of its rows besides the case and the figures."""
         fields: dict[str, Any] = {"peer": self.peer, "config": self.config or None}
         if self.solution:
-            fields |= {"solution": self.solution, "hash": sources.current()[self.solution]}
+            fields |= {"solution": self.solution, "hash": hashes.current()[self.solution]}
         return fields
 
 

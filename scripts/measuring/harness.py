@@ -31,6 +31,7 @@ from flashinfer_bench.bench import Benchmark, BenchmarkConfig
 from flashinfer_bench.data import Solution, Trace, TraceSet
 
 from scripts.common import environment, program
+from scripts.common.machine import NEEDS_GPU
 from scripts.common.program import (
     DEFINITION,
     ENDING,
@@ -41,7 +42,6 @@ from scripts.common.program import (
     slug,
     steps,
 )
-from scripts.common.sources import NEEDS_GPU
 from scripts.measuring import emulate
 from scripts.measuring.cases import Plan, is_this_data_set, load_tensors, named, tokens
 from scripts.measuring.clock import HARNESS_CLOCK

@@ -32,8 +32,8 @@ from moe_fp8.shape import BLOCK, MoeShape
 
 from scripts.common.definitions import DSV3_TP8, SHARED, MoeDefinition, build_definition
 from scripts.common.options import matches, select_names
+from scripts.common.packer import generations, pack
 from scripts.common.program import FUSED, PREFIX, UsageError, error_line
-from scripts.common.sources import generations, pack
 from scripts.measuring import cases, layers
 from scripts.measuring.accuracy import LARGEST_DIFF
 from scripts.measuring.cases import Problems, definition_of

@@ -25,7 +25,8 @@ from typing import Any
 
 import pandas as pd
 
-from scripts.common import program, sources
+from scripts.common import machine_code, program
+from scripts.common.hashes import changed_since, remark
 from scripts.common.program import (
     PACKAGE_DIR,
     PREFIX,
@@ -40,7 +41,6 @@ from scripts.common.program import (
     short_name,
     skipped_text,
 )
-from scripts.common.sources import changed_since, remark
 from scripts.publishing import plots, rankings, tables
 from scripts.publishing.rankings import Ranking, Recorded, device_text, headline, notes, read, title
 from scripts.publishing.rows import FILE, TIMES, Clock
@@ -621,7 +621,7 @@ def table(content: Table) -> str:
 def data_hash(directory: Path) -> str:
     """Return a digest of a record's measurements, without its digests of machine code."""
     digest = hashlib.sha256()
-    for path in sorted({*directory.glob("[!.]*.json*")} - {directory / sources.DIGESTS}):
+    for path in sorted({*directory.glob("[!.]*.json*")} - {directory / machine_code.DIGESTS}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 

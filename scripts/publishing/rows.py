@@ -26,7 +26,7 @@ from filelock import FileLock
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter
 from typing_extensions import NotRequired, Required, TypedDict
 
-from scripts.common import environment, program, sources
+from scripts.common import environment, packer, program
 from scripts.common.definitions import find_layer, pair_flops, roofline_ms, size_of, weight_bytes
 from scripts.common.program import (
     ACCURACY_TOLERANCES,
@@ -403,7 +403,7 @@ def removed(traces: Path, info: environment.RunInfo) -> set[str]:
     may have foreign solutions, so it shows all that it ran."""
     if not traces.resolve().is_relative_to(RESULTS_DIR):
         return set()
-    return info.get("peers", {}).keys() - sources.shipped()
+    return info.get("peers", {}).keys() - packer.shipped()
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:

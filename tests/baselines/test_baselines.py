@@ -27,7 +27,7 @@ from moe_fp8.call import signature
 from moe_fp8.shape import DEEPSEEK_V3, Form
 from packaging.requirements import Requirement
 
-from scripts.common import sources
+from scripts.common import packer
 
 LIBRARIES = {
     "sglang_moe": ("sgl_kernel", "sglang-kernel>=0.4.3"),
@@ -79,8 +79,8 @@ def arguments(tokens: int = 1) -> list:
 
 @every_module
 def test_packs_without_our_kernels(name):
-    generation = {g.name: g for g in sources.generations()}[name]
-    solution = json.loads(sources.pack(generation))
+    generation = {g.name: g for g in packer.generations()}[name]
+    solution = json.loads(packer.pack(generation))
     paths = {source["path"] for source in solution["sources"]}
     assert f"moe_fp8/baselines/{name}.py" in paths
     assert not any("sm90" in path or path.startswith("moe_fp8/kernels/") for path in paths)

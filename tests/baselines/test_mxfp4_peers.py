@@ -17,7 +17,7 @@ from moe_fp8.ladder.adapter import run_of
 from moe_fp8.shape import MoeShape
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
-from scripts.common import sources
+from scripts.common import packer
 from scripts.common.definitions import find
 
 __all__ = ["interpreter_that_rounds"]  # a fixture
@@ -40,8 +40,8 @@ def arguments(tokens: int = 1) -> list:
 def test_packs_without_our_kernels(name) -> None:
     for short in ("v4_flash", "v4_pro"):
         definition = find(short)
-        generation = {g.name: g for g in sources.generations(definition=definition)}
-        solution = json.loads(sources.pack(generation[f"{name}_{short}"]))
+        generation = {g.name: g for g in packer.generations(definition=definition)}
+        solution = json.loads(packer.pack(generation[f"{name}_{short}"]))
         paths = {source["path"] for source in solution["sources"]}
         assert f"moe_fp8/baselines/{name}.py" in paths
         assert not any(path.startswith("moe_fp8/kernels/") for path in paths)

@@ -13,7 +13,7 @@ import installed
 import pytest
 from clone import Clone
 
-from scripts.common import sources
+from scripts.common import packer
 from scripts.common.definitions import DEFAULT, MOE
 from scripts.common.program import ROOT
 
@@ -79,16 +79,16 @@ def test_the_programs_run_with_it(tmp_path: Path) -> None:
 
 @needs_bench
 def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "PACKED_DIR", tmp_path / "solutions")
+    monkeypatch.setattr(packer, "PACKED_DIR", tmp_path / "solutions")
     shutil.copytree(ROOT / "definitions", tmp_path / "definitions")
     for definition in MOE:
-        sources.write_packed(build=False, definition=definition)
+        packer.write_packed(build=False, definition=definition)
     report = validate(tmp_path, "layout,definition,solution")
     assert report == {
         definition.name: {
             "layout": ("ok", []),
             "definition": ("ok", []),
-            "solution": ("ok", [f"{len(sources.generations(definition=definition))} solutions"]),
+            "solution": ("ok", [f"{len(packer.generations(definition=definition))} solutions"]),
         }
         for definition in MOE
     }

@@ -13,8 +13,8 @@ from moe_fp8.kernels.configs import GemmConfigSm90
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.tiles import TileScheduler
 
+from scripts.common.machine_code import normalised_ptx
 from scripts.common.program import ROOT
-from scripts.common.sources import normalised_ptx
 
 PATH = ROOT / "examples/first_gemm.py"
 COMPILE = "--enable-tvm-ffi --gpu-arch={arch} --keep-ptx"

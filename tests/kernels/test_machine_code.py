@@ -14,7 +14,7 @@ from moe_fp8.shape import Form
 from programs import call
 
 from scripts import digests
-from scripts.common import sources as code
+from scripts.common import machine_code as code
 from scripts.common.definitions import MXFP4
 from scripts.common.program import RESULTS_DIR
 from scripts.measuring import processes

@@ -30,7 +30,7 @@ from programs import Done, call
 from safetensors.torch import save
 from small import solution
 
-from scripts.common import program, sources
+from scripts.common import machine, packer, program
 from scripts.common.definitions import MoeDefinition, find
 from scripts.common.program import DEFINITION, ENDING, ROOT
 from scripts.measuring import cases, emulate, harness, layers
@@ -144,7 +144,7 @@ def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
     monkeypatch.setenv("FIB_CACHE_PATH", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cases, "hardware_from_device", lambda device: "GPU")
-    monkeypatch.setattr(cases, "this_machine", lambda gpu: sources.Machine(None, str))
+    monkeypatch.setattr(cases, "this_machine", lambda gpu: machine.Machine(None, str))
     monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
     monkeypatch.setattr(cases, "load_with_ours", bench.load)
     monkeypatch.setattr(emulate, "memory_needed", lambda definition: 0)
@@ -158,10 +158,10 @@ def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
 def gpu(on_cpu, monkeypatch) -> Iterator[Bench]:
     """On a machine that seems to have an H200, in a program that both signals interrupt."""
     before = [signal.signal(each, program.interrupt) for each in ENDING]
-    machine = sources.Machine((9, 0), sources.installed_version)
+    h200 = machine.Machine((9, 0), machine.installed_version)
     monkeypatch.setattr(program, "interrupted_by", signal.SIGINT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cases, "this_machine", lambda use_gpu: machine)
+    monkeypatch.setattr(cases, "this_machine", lambda use_gpu: h200)
     monkeypatch.setattr(harness, "Benchmark", functools.partial(FakeBenchmark, on_cpu))
     monkeypatch.setattr(harness, "add_measurements", lambda *_: None)
     yield on_cpu
@@ -568,7 +568,7 @@ def test_another_data_set_stays_as_it_is_and_its_solutions_run_only_where_asked_
     for s in (solution("theirs"), solution("theirs_too"), solution("x", "raise SystemExit\n")):
         (root / "solutions" / f"{s.name}.json").write_text(s.model_dump_json())
     monkeypatch.setattr(cases, "load_with_ours", LOAD_WITH_OURS)
-    monkeypatch.setattr(sources, "write_packed", lambda **_: [])
+    monkeypatch.setattr(packer, "write_packed", lambda **_: [])
     monkeypatch.setattr(cases, "packed_solutions", lambda packed: gpu.ours)
     monkeypatch.setattr(harness, "load_tensors", lambda *_: None)
 

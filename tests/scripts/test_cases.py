@@ -75,7 +75,7 @@ def test_another_data_set_is_completed_in_memory_only(tmp_path: Path, monkeypatc
     before = sorted(p.name for p in tmp_path.rglob("*"))
 
     ours = [solution("same"), solution("new")]
-    monkeypatch.setattr(cases.sources, "write_packed", lambda **_: [])
+    monkeypatch.setattr(cases.packer, "write_packed", lambda **_: [])
     monkeypatch.setattr(cases, "packed_solutions", lambda paths: ours)
     trace_set, solutions = cases.load_with_ours(tmp_path)
     assert solutions == ours

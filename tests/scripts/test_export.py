@@ -29,7 +29,7 @@ from programs import Done, call, packed_once
 from small_record import write as write_lines
 
 from scripts import bench, pack
-from scripts.common import sources
+from scripts.common import hashes, packer
 from scripts.common.program import DEFINITION, ROOT, UsageError, slug, write_json
 from scripts.measuring.cases import load
 from scripts.measuring.harness import configuration
@@ -38,18 +38,18 @@ from scripts.publishing.rankings import recorded_runs
 DATA_SET = load(ROOT)[0]
 LAYER, WORKLOADS = DATA_SET.definitions[DEFINITION], DATA_SET.workloads[DEFINITION]
 FLAT, V2, FUSED, V1 = (f"cutedsl_moe_fp8_{name}" for name in ("flat", "v2", "fused", "v1"))
-GENERATIONS = {g.name: g for g in sources.generations()}
+GENERATIONS = {g.name: g for g in packer.generations()}
 Trace = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def each_solution_is_packed_once(monkeypatch) -> None:
-    monkeypatch.setattr(sources, "pack", packed_once)
+    monkeypatch.setattr(packer, "pack", packed_once)
 
 
 def traces_of(name: str, hardware: str = "NVIDIA H200", time: str = "01") -> list[Trace]:
     """A passed trace for each workload, as `bench` keeps them."""
-    libs = {"solution_hash": sources.current()[name], "tolerance": "rtol 0.2", "timing": "a clock"}
+    libs = {"solution_hash": hashes.current()[name], "tolerance": "rtol 0.2", "timing": "a clock"}
     common = {"hardware": hardware, "timestamp": f"2026-01-{time}T00:00:00"}
     return [
         small_record.trace(name, 7, 1.0, **common, libs=dict(libs))
@@ -156,7 +156,7 @@ def test_a_records_traces_count_unless_a_page_says_that_the_sources_have_changed
     for record in records:
         for name, was in record.main.hashes.items():
             backed, reasons = pack.backing(name, record.results, WORKLOADS, False)
-            assert (len(backed) == 19 and not reasons) == (sources.remark({name: was}) == "")
+            assert (len(backed) == 19 and not reasons) == (hashes.remark({name: was}) == "")
 
 
 # --- whose traces ---------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_the_tree_comes_back_and_is_not_written_again(tmp_path: Path) -> None:
     assert written == {p for p in output.rglob("*") if p.is_file()}
     packed = {s.name: s for s in TraceSet.from_path(str(output)).solutions[DEFINITION]}
     assert {name: s.hash() for name, s in packed.items()} == {
-        name: sources.current()[name] for name in (V2, FLAT)
+        name: hashes.current()[name] for name in (V2, FLAT)
     }
     path = output / f"traces/moe-fp8-cutedsl/moe/{DEFINITION}.jsonl"
     assert [json.loads(line) for line in path.read_text().splitlines()] == every

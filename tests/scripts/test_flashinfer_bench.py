@@ -8,7 +8,7 @@ from clone import PAGES, Clone, commands, section
 from flashinfer_bench.data import TraceSet
 from markers import backends
 
-from scripts.common import sources
+from scripts.common import packer
 from scripts.common.definitions import DEFINITIONS, MOE
 from scripts.common.program import DEFINITION, FUSED
 
@@ -37,7 +37,7 @@ def test_where_it_looks_lies_only_what_it_reads(clone: Clone) -> None:
     assert files(clone, "definitions", "*.json") == {definition.path for definition in MOE}
     workloads = {Path(f"workloads/moe/{definition.name}.jsonl") for definition in MOE}
     assert files(clone, "workloads", "*.jsonl") == workloads
-    packed = {"solutions" / generation.path_below for generation in sources.generations()}
+    packed = {"solutions" / generation.path_below for generation in packer.generations()}
     assert files(clone, "solutions", "*.json") == packed
     authors = "baseline", "moe-fp8-cutedsl"
     traces = {Path(f"traces/{author}/moe/{DEFINITION}.jsonl") for author in authors}
@@ -48,7 +48,7 @@ def test_it_reads_the_repository(clone: Clone) -> None:
     read = TraceSet.from_path(str(clone.root))
     assert read.definitions.keys() == read.workloads.keys() == DEFINITIONS.keys()
     solutions = {solution.name for solution in read.solutions[DEFINITION]}
-    assert solutions == {generation.name for generation in sources.generations()}
+    assert solutions == {generation.name for generation in packer.generations()}
     assert {trace.solution for trace in read.traces[DEFINITION]} <= solutions
     summary = read.summary()
     assert summary["passed"] == summary["total"] == len(read.traces[DEFINITION]) >= 19
@@ -57,7 +57,7 @@ def test_it_reads_the_repository(clone: Clone) -> None:
 def test_each_definition_has_one_baseline() -> None:
     """The development version's `report summary` fails without it. No peer clamps SwiGLU."""
     for definition in MOE:
-        authors = [g.metadata["author"] for g in sources.generations(definition=definition)]
+        authors = [g.metadata["author"] for g in packer.generations(definition=definition)]
         assert authors.count("baseline") == (definition.swiglu_limit is None)
 
 

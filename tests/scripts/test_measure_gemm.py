@@ -397,6 +397,7 @@ WORKLOADS = [  # tokens, and rows that the routing could give
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows, monkeypatch):
     """The layer passes these configs to its GEMMs; kernels and routing are stand-ins."""
+    from moe_fp8 import routing
     from moe_fp8.call import GroupedRows, MoeInputs
     from moe_fp8.ladder import steps
 
@@ -406,7 +407,7 @@ def test_shipped_configs_are_those_of_a_call_of_the_solution(name, tokens, rows,
     grouped = GroupedRows(
         None, rows_of, torch.full((tokens, 8), -1, dtype=torch.int32), torch.zeros(tokens, 8)
     )
-    monkeypatch.setattr(steps, "route", lambda *arguments, **options: grouped)
+    monkeypatch.setattr(routing, "route", lambda *arguments, **options: grouped)
     monkeypatch.setattr(steps, "grouped_gemm", lambda *arguments: launched.append(arguments[-1]))
     for step in ("permute", "swiglu_quant", "combine"):
         monkeypatch.setattr(steps, step, lambda *arguments: None)

@@ -20,7 +20,7 @@ from flashinfer_bench.data import Definition, Workload
 from small_record import RATES, ranked, trace, write
 
 from scripts import measure
-from scripts.common import sources
+from scripts.common import packer
 from scripts.common.definitions import find, pair_flops, roofline_ms, stepwise_ms, weight_bytes
 from scripts.common.program import (
     DEFINITION,
@@ -242,7 +242,7 @@ def test_code_of_the_data_set_is_run_again_only_where_asked_for(
     assert "left out: theirs: code of the data set" in capsys.readouterr().err
     assert pairs_of(tmp_path) == [(3, "right")]
     # As on a machine with a GPU, where others' code can run.
-    monkeypatch.setattr(cases, "split_available", lambda may, *_: (list(may), {}))
+    monkeypatch.setattr(cases, "why_not", lambda *_: None)
     assert program("--run", str(tmp_path), "--run-foreign") == EXIT_OK
     assert (3, "theirs") in pairs_of(tmp_path)
 
@@ -331,7 +331,7 @@ def test_on_the_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setattr(cases, "make_missing_workloads", lambda root, traces: None)
     what = cases.choose(ROOT, False, workloads=["1"])
     names = {s.name for s in what.solutions}
-    assert names == {g.name for g in sources.generations() if g.path.parent.name == "ladder"}
+    assert names == {g.name for g in packer.generations() if g.path.parent.name == "ladder"}
     assert what.pairs == {(what.workloads[0].workload.uuid, name) for name in names}
     left_out = capsys.readouterr().err
     assert "triton_moe" in left_out and ": needs a GPU" in left_out

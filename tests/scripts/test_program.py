@@ -27,7 +27,7 @@ from programs import call
 
 import run
 from scripts.common import program
-from scripts.common.program import ROOT, markdown, printable, write_file
+from scripts.common.program import ROOT, markdown, printable, skipped_text, write_file
 from scripts.measuring.processes import Tasks
 from scripts.publishing.tables import Table
 
@@ -39,6 +39,11 @@ def test_text_that_a_terminal_or_markdown_would_act_on_is_shown_as_it_is(capsys)
     assert markdown("sm_90 (1/2), **best**") == "sm_90 (1/2), **best**"
     program.say("a\x1b\nb")
     assert capsys.readouterr().err == "a\\x1b\nb\n"
+
+
+def test_names_that_one_reason_skips_share_it() -> None:
+    skipped = {"a": "needs a GPU", "b": "no", "c": "needs a GPU"}
+    assert skipped_text(skipped) == "a, c: needs a GPU; b: no"
 
 
 def test_tables_align_their_columns_and_escape_their_cells() -> None:

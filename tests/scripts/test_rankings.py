@@ -11,10 +11,10 @@ import small_record
 from programs import call
 from small_record import UUIDS, clocked, measurement, record, roofline, trace, write_traces
 
-from scripts.common import sources
+from scripts.common import hashes, machine_code
 from scripts.common.definitions import find_layer, pair_flops, weight_bytes
+from scripts.common.packer import every_generation
 from scripts.common.program import BASELINES, OURS, RESULTS_DIR, UsageError
-from scripts.common.sources import every_generation
 from scripts.publishing import pages, rankings, tables
 from scripts.publishing.rankings import read
 from scripts.publishing.rows import read_run
@@ -578,7 +578,7 @@ def test_outputs_are_judged_and_no_time_is_given() -> None:
 def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     recorded, every = read(RECORD), rankings.recorded_runs()
     now = dict(recorded.info["solutions"])
-    monkeypatch.setattr(sources, "current", lambda definition=None: now)
+    monkeypatch.setattr(hashes, "current", lambda definition=None: now)
     text = pages.without_gpu([on_cpu()], every)
     assert text.count("\nRecorded: ") == len(every)
     own = text.split(f"\nRecorded: {recorded.main.hardware}: 19 workloads, ")[1]
@@ -588,7 +588,7 @@ def test_the_recorded_ranking_stands_beside_it(monkeypatch) -> None:
     assert own.endswith(tables.first_table(recorded.main).text())
     assert f"run.py report results/{RECORD.relative_to(RESULTS_DIR)}" in own
     now["cutedsl_moe_fp8_v3"] = "x"
-    monkeypatch.setattr(sources, "unchanged", lambda *_: False)
+    monkeypatch.setattr(machine_code, "unchanged", lambda *_: False)
     assert "Since this run the source of v3 has changed." in pages.without_gpu([], [recorded])
 
 

@@ -10,7 +10,7 @@ import pytest
 from programs import call
 from small_record import RATES, clocked, measurement, record, roofline, trace
 
-from scripts.common import sources
+from scripts.common import hashes
 from scripts.common.program import RESULTS_DIR, printable
 from scripts.publishing import pages, plots, rankings, tables
 from scripts.publishing.rankings import Ranking, read
@@ -135,7 +135,7 @@ def clocked_run(path: Path, *rows: list[dict]) -> Path:
 def test_the_page_begins_with_the_verdict_and_its_pictures(tmp_path: Path, monkeypatch) -> None:
     """Then the short table. Long parts of the page are folded, and remarks say what is not known
     of the sources."""
-    monkeypatch.setattr(sources, "current", lambda *_: {"cutedsl_moe_fp8_flat": "2"})
+    monkeypatch.setattr(hashes, "current", lambda *_: {"cutedsl_moe_fp8_flat": "2"})
     gemm = {"experts": 8, "active": 8, "pairs": 8, "rows": 1, "n": 4096, "k": 7168, "value": 9.0}
     gemms = [gemm | {"subject": n, "peer": n == "p", "roofline": 1.0} for n in ("ours", "p")]
     gemms[0] |= {"solution": "cutedsl_moe_fp8_flat", "hash": "1"}

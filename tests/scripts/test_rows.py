@@ -330,7 +330,7 @@ def test_a_record_leaves_out_solutions_that_no_longer_ship(
     """Their traces, rows and reasons stay in its files. Another run shows all that it ran."""
     place = tmp_path / "results" if recorded else tmp_path
     monkeypatch.setattr(rows, "RESULTS_DIR", tmp_path / "results")
-    monkeypatch.setattr(rows.sources, "shipped", lambda: {"x"})
+    monkeypatch.setattr(rows.packer, "shipped", lambda: {"x"})
     names = ["x", "gone", "a foreign one"]
     kept = ["x", "a foreign one"] if recorded else names
     sweep = [{"subject": name, "value": 1.0} for name in names]

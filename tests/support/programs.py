@@ -13,19 +13,19 @@ from unittest import mock
 import pytest
 
 import run
-from scripts.common import sources
+from scripts.common import packer
 from scripts.common.program import run_main
 
-REAL = sources.pack
+REAL = packer.pack
 RATES = {"copy_bytes_per_s": 4e12, "read_bytes_per_s": 3e12, "fp8_flops_per_s": 1.5e15}
 """Rates of the GPU of the fixture `measure`."""
 _PACKED: dict[str, bytes] = {}
 
 
-def packed_once(generation: sources.Generation) -> bytes:
-    """Pack a solution like `sources.pack`, each of ours once: our sources do not change while tests
+def packed_once(generation: packer.Generation) -> bytes:
+    """Pack a solution like `packer.pack`, each of ours once: our sources do not change while tests
     run, and reading them takes a second."""
-    if generation.root != sources.PACKAGE_DIR:
+    if generation.root != packer.PACKAGE_DIR:
         return REAL(generation)
     if generation.name not in _PACKED:
         _PACKED[generation.name] = REAL(generation)
@@ -47,7 +47,7 @@ def call(program: str, *arguments: str | Path) -> Done:
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", [path.name, *map(str, arguments)]),
-        mock.patch.object(sources, "pack", packed_once),
+        mock.patch.object(packer, "pack", packed_once),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as ended,

@@ -1,5 +1,4 @@
-"""Packed solutions: deterministic, validated, self-contained bundles that every loader can call;
-the machines that can run a solution, and sources that have changed since a measurement."""
+"""Packed solutions: deterministic, validated, self-contained bundles that every loader can call."""
 
 import functools
 import importlib
@@ -19,42 +18,22 @@ from typing import Any
 import one_token
 import pytest
 import torch
-from flashinfer_bench.data import Solution
 from one_token import arguments
 from programs import call, packed_once
-from small import solution
-from small_record import ranked, trace
 
-from scripts.common import sources
+from scripts.common import packer
 from scripts.common.definitions import DEFAULT, MOE, MoeDefinition
 from scripts.common.program import (
     BASELINES,
     DEFINITION,
     PACKAGE_DIR,
-    PREFIX,
     ROOT,
     UsageError,
-    skipped_text,
     write_file,
 )
-from scripts.common.sources import (
-    FOREIGN,
-    NEEDS_GPU,
-    Machine,
-    capability_of,
-    installed_version,
-    is_peer,
-    other_versions,
-    own_hashes,
-    split_available,
-    split_foreign,
-    why_not,
-)
 from scripts.measuring import cases
-from scripts.publishing import pages
-from scripts.publishing.rows import Writer
 
-GENERATIONS = {g.name: g for g in sources.generations()}
+GENERATIONS = {g.name: g for g in packer.generations()}
 OURS = {name for name, g in GENERATIONS.items() if g.path.parent.name != BASELINES}
 KINDS = list({(d.routing, d.n_group, d.top_k, d.swiglu_limit): d for d in MOE[:0:-1]}.values())
 """The first of the definitions whose code differs in sizes only."""
@@ -87,7 +66,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def write(package: Path, *names: str, build: bool = False) -> list[Path]:
-    return sources.write_packed(names, output=package.parent / "packed", root=package, build=build)
+    return packer.write_packed(names, output=package.parent / "packed", root=package, build=build)
 
 
 def names_in(directory: Path) -> set[str]:
@@ -108,14 +87,14 @@ def test_the_program_lists_generations_and_packs_one_into_the_same_bytes_each_ti
     assert listed == [f"{g.name}  {g.path.name}" for g in GENERATIONS.values()]
     done = call("pack", "v1", "--output", tmp_path)
     assert done.returncode == 0 and "KiB" in done.stdout, done.stderr
-    again = sources.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
+    again = packer.pack(GENERATIONS["cutedsl_moe_fp8_v1"])
     assert (tmp_path / "cutedsl_moe_fp8_v1.json").read_bytes() == again
 
 
 def test_reading_a_generation_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from scripts.common import sources; assert sources.generations(); "
-        "sources.pack(sources.generations()[0]); "
+        "import sys; from scripts.common import packer; assert packer.generations(); "
+        "packer.pack(packer.generations()[0]); "
         "sys.exit(bool({'torch', 'numpy', 'cutlass', 'flashinfer_bench', 'moe_fp8.layer.pipeline'} "
         "& sys.modules.keys()))"
     )
@@ -176,7 +155,7 @@ def test_a_bad_generation_is_refused_with_the_reason(old, new, message, package)
     content = path.read_bytes()
     (package / "empty.py").write_text("\n")
     (package / "gen.py").write_text(GENERATION.replace(old, new))
-    with pytest.raises(sources.PackError, match=message):
+    with pytest.raises(packer.PackError, match=message):
         write(package, build=True)
     assert path.read_bytes() == content and names_in(path.parent) == {path.name}
 
@@ -185,7 +164,7 @@ def test_unknown_names_are_refused_and_so_are_two_generations_of_one_name(packag
     with pytest.raises(UsageError, match="there are: sample"):
         write(package, "absent")
     (package / "twin.py").write_text(GENERATION)
-    with pytest.raises(sources.PackError, match=r"gen\.py and twin\.py"):
+    with pytest.raises(packer.PackError, match=r"gen\.py and twin\.py"):
         write(package)
 
 
@@ -197,12 +176,12 @@ def test_only_packed_files_are_removed_and_only_changed_ones_are_written(
 ) -> None:
     """The data set may hold foreign files, and copies of our files under other names. Of two
     solutions with one name flashinfer-bench reads neither."""
-    monkeypatch.setattr(sources, "PACKED_DIR", package.parent / "solutions")
-    pack = functools.partial(sources.write_packed, root=package, build=False)
+    monkeypatch.setattr(packer, "PACKED_DIR", package.parent / "solutions")
+    pack = functools.partial(packer.write_packed, root=package, build=False)
     (package / "gone.py").write_text(GENERATION.replace("sample", "gone"))
     path, gone = pack()
     (package / "gone.py").unlink()
-    of_another_author = sources.PACKED_DIR / "another" / path.name
+    of_another_author = packer.PACKED_DIR / "another" / path.name
     of_another_author.parent.mkdir()
     of_another_author.write_bytes(path.read_bytes())
     foreign = {path.with_name("mine.json"): b"{}", path.with_name("old.json"): path.read_bytes()}
@@ -210,7 +189,7 @@ def test_only_packed_files_are_removed_and_only_changed_ones_are_written(
         file.write_bytes(content)
     before = path.stat().st_mtime_ns
     assert pack(["sample"]) == [path]
-    assert {*sources.PACKED_DIR.rglob("*.json")} == {path, *foreign}
+    assert {*packer.PACKED_DIR.rglob("*.json")} == {path, *foreign}
     assert {file: file.read_bytes() for file in foreign} == foreign
     assert path.stat().st_mtime_ns == before
     current = path.read_bytes()
@@ -233,17 +212,17 @@ def test_a_file_in_a_solutions_place_is_refused(content: str, package, monkeypat
     with pytest.raises(UsageError, match="sample.json is no solution of ours: .* --output$"):
         write(package)
     assert [p.read_text() for p in output.iterdir()] == [content]
-    monkeypatch.setattr(sources, "PACKED_DIR", package.parent / "data")
-    (path,) = sources.write_packed(root=package, build=False)
+    monkeypatch.setattr(packer, "PACKED_DIR", package.parent / "data")
+    (path,) = packer.write_packed(root=package, build=False)
     path.write_text("notes")
     with pytest.raises(UsageError, match="sample.json is no solution of ours: move it$"):
-        sources.write_packed(root=package, build=False)
+        packer.write_packed(root=package, build=False)
 
 
 def test_a_clone_that_cannot_be_written_to_has_its_solutions(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sources, "PACKED_DIR", Path("/dev/null/packed"))
-    monkeypatch.setattr(sources, "validate", lambda *_: None)
-    monkeypatch.setattr(sources, "pack", packed_once)
+    monkeypatch.setattr(packer, "PACKED_DIR", Path("/dev/null/packed"))
+    monkeypatch.setattr(packer, "validate", lambda *_: None)
+    monkeypatch.setattr(packer, "pack", packed_once)
     trace_set, packed = cases.load_with_ours(ROOT)
     names = {solution.name for solution in packed}
     assert names == GENERATIONS.keys() <= {s.name for s in trace_set.solutions[DEFINITION]}
@@ -267,7 +246,7 @@ def test_definitions_have_their_own_folders_and_packing_one_keeps_the_solutions_
     package: Path, monkeypatch
 ) -> None:
     data, definition = package.parent / "data", MOE[1]
-    monkeypatch.setattr(sources, "PACKED_DIR", data / "solutions")
+    monkeypatch.setattr(packer, "PACKED_DIR", data / "solutions")
     for name in ("ladder/__init__.py", "ladder/adapter.py"):
         write_file(package / name, '"""Empty."""\n')
     text = GENERATION.replace('"author"', '"routings": ("deepseek_v3",),\n    "author"')
@@ -275,7 +254,7 @@ def test_definitions_have_their_own_folders_and_packing_one_keeps_the_solutions_
     (package / "gone.py").write_text(text.replace("sample", "gone"))
 
     def packed(definition: MoeDefinition, output: Path | None = None) -> list[Path]:
-        return sources.write_packed((), output, root=package, build=False, definition=definition)
+        return packer.write_packed((), output, root=package, build=False, definition=definition)
 
     folder = data / "solutions/somebody/moe" / definition.name
     sample, gone = folder / "sample_kimi_k2.json", folder / "gone_kimi_k2.json"
@@ -430,7 +409,7 @@ LAYERS = CLAMP | {"triton_moe", "deepgemm_moe", "hpc_ops_moe"}
 @pytest.mark.parametrize("definition", KINDS, ids=lambda d: d.short)
 def test_bundles_of_other_definitions(definition: MoeDefinition, tmp_path: Path) -> None:
     """Our bundle computes; a peer's needs a GPU."""
-    by_stem = {g.path.stem: g for g in sources.generations(definition=definition)}
+    by_stem = {g.path.stem: g for g in packer.generations(definition=definition)}
     values, wanted = arguments(ROOT / definition.path)
     names = CLAMP if definition.swiglu_limit else LAYERS
     assert set(by_stem) == names
@@ -469,7 +448,7 @@ assert not any(m == "moe_fp8" or m.startswith("moe_fp8.") for m in sys.modules),
 
 @pytest.mark.large_memory
 def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
-    packed = sources.write_packed(sorted(OURS), output=tmp_path / "packed", build=False)
+    packed = packer.write_packed(sorted(OURS), output=tmp_path / "packed", build=False)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env["FIB_CACHE_PATH"] = str(tmp_path / "cache")
     command = [
@@ -483,215 +462,3 @@ def test_bundles_run_on_the_cpu_without_this_repository(tmp_path: Path) -> None:
         [*command, *packed], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-
-
-# --- the machines that can run a solution ---------------------------------------------------------
-
-INSTALLED = {"torch": "2.11.0+cu130", "triton": "3.6.0", "sglang-kernel": "0.4.3"}
-H200, CPU = Machine((9, 0), INSTALLED.get), Machine(None, INSTALLED.get)
-
-
-def solution_for(hardware: list[str], dependencies: list[str] | None = None) -> Solution:
-    content = solution("x").model_dump()
-    content["spec"] |= {"target_hardware": hardware, "dependencies": dependencies or []}
-    return Solution.model_validate(content)
-
-
-@pytest.mark.parametrize(
-    ("capability", "names"),
-    {
-        (9, 0): "NVIDIA H100 80GB HBM3, NVIDIA_H200, h800, NVIDIA GH200 480GB, sm_90a",
-        (10, 0): "NVIDIA B200, sm100",
-        (10, 3): "GB300, sm_103",
-        (8, 0): "NVIDIA A100-SXM4-80GB",
-        (8, 9): "NVIDIA L40S, NVIDIA GeForce RTX 4090",
-        None: "NVIDIA X900, cuda, ",
-    }.items(),
-)
-def test_compute_capability_by_name(capability: tuple[int, int] | None, names: str) -> None:
-    assert {capability_of(name) for name in names.split(", ")} == {capability}
-
-
-@pytest.mark.parametrize(
-    ("hardware", "dependencies", "why"),
-    [
-        ("NVIDIA B200, GB200, B300", "absent==1.0", "unsupported on sm_90 (needs sm_100/103)"),
-        ("NVIDIA H100", "triton>=3, torch", None),  # H100 and H200 are both sm_90
-        # Packages that are absent are named as pip takes them.
-        ("NVIDIA H200", "torch, absent==1, a>=2", "not installed: pip install absent==1 'a>=2'"),
-        # Unknown requirements, and those that are no pip package, refuse nothing.
-        ("NVIDIA B200, NVIDIA X900", "torch", None),
-        ("cuda", "CUDA, cutlass, some toolkit 12.x, pywin32; sys_platform == 'win32'", None),
-    ],
-)
-def test_why_a_solution_cannot_run(hardware: str, dependencies: str, why: str | None) -> None:
-    wanted = solution_for(hardware.split(", "), dependencies.split(", "))
-    assert why_not(wanted, H200) == why
-    assert why_not(wanted, CPU) == NEEDS_GPU
-
-
-def test_a_version_other_than_the_pin_is_a_remark() -> None:
-    pinned = solution_for(["cuda"], ["sglang-kernel==0.4.2", "torch==2.11.0", "triton>=4"])
-    assert why_not(pinned, H200) is None
-    assert other_versions([pinned], H200) == [
-        "sglang-kernel 0.4.3 is installed, sglang-kernel==0.4.2 asked for by x",
-        "triton 3.6.0 is installed, triton>=4 asked for by x",
-    ]
-
-
-def by_us(module: str, content: str = "def run(): pass") -> Solution:
-    ours = solution_for(["NVIDIA H100"]).model_dump() | {
-        "name": module,
-        "author": "moe-fp8-cutedsl",
-    }
-    ours["sources"].append({"path": f"moe_fp8/{module}.py", "content": f"{content}  # {module}\n"})
-    return Solution.model_validate(ours)
-
-
-PACKED = [by_us("v4_flat"), by_us("baselines/x"), by_us("baselines_x")]
-OWN = own_hashes(PACKED)
-THEIRS = solution_for(["cuda"])
-IMPOSTOR = by_us("v4_flat", "raise SystemExit")
-"""Says that it is ours."""
-
-
-def test_peers_are_others_solutions_and_our_baselines() -> None:
-    peers = [s for s in (*PACKED, THEIRS, IMPOSTOR) if is_peer(s, OWN)]
-    assert peers == [PACKED[1], THEIRS, IMPOSTOR]
-
-
-def test_code_of_a_data_set_runs_only_where_it_is_asked_for() -> None:
-    ours, theirs = (solution(name) for name in ("cutedsl_moe_fp8_fused", "fused"))
-    packed, every = [*PACKED, ours], [*PACKED, ours, THEIRS, theirs, IMPOSTOR]
-    for named, run_foreign, runnable in (
-        ([], False, packed),
-        (["*", "?"], False, packed),  # a pattern names nothing
-        (["x"], False, [*packed, THEIRS]),
-        (["fused"], False, packed),  # the short name of ours
-        ([], True, every),
-    ):
-        may, reasons = split_foreign(every, packed, named, run_foreign)
-        assert may == runnable
-        assert reasons == {s.name: FOREIGN for s in every if s not in runnable}
-
-
-def test_on_the_cpu_only_ours_run_and_on_another_gpu_not_even_these() -> None:
-    every = [*PACKED[:2], THEIRS]
-    runnable, skipped = split_available(every, CPU, OWN)
-    assert runnable == every[:1] and skipped == {"baselines/x": NEEDS_GPU, "x": NEEDS_GPU}
-    assert skipped_text(skipped | {"y": "no"}) == f"baselines/x, x: {NEEDS_GPU}; y: no"
-    assert split_available([IMPOSTOR], CPU, OWN) == ([], {"v4_flat": NEEDS_GPU})
-    assert split_available(every, H200, OWN) == (every, {})
-    _, skipped = split_available(every, Machine((8, 0), INSTALLED.get), OWN)
-    assert list(skipped) == ["v4_flat", "baselines/x"]
-
-
-def test_installed_versions_of_this_interpreter() -> None:
-    names = ("torch", "flashinfer_bench", "json", "no-such-package-at-all")
-    versions = [importlib.metadata.version(name) for name in ("torch", "flashinfer-bench")]
-    # A module without a distribution has none.
-    assert [installed_version(name) for name in names] == [*versions, "", None]
-
-
-def test_every_packed_solution_names_the_gpus_that_run_it() -> None:
-    """Ours on every GPU that they name, which there are kernels for; a peer where its library has
-    them."""
-    from moe_fp8.kernels.architectures import ARCHITECTURES
-
-    every = {n: Solution.model_validate_json(packed_once(g)) for n, g in GENERATIONS.items()}
-    own = own_hashes(every.values())
-    assert {name for name, s in every.items() if not is_peer(s, own)} == OURS
-    assert OURS == {PREFIX + name for name in pages.GENERATIONS}
-    hopper, blackwell = (
-        {n for n, s in every.items() if why_not(s, Machine(c, lambda name: "1.0")) is None}
-        for c in ((9, 0), (10, 0))
-    )
-    assert hopper == set(every) - {"flashinfer_moe", "flashinfer_prims_ts_moe"}
-    assert blackwell - OURS == {
-        "flashinfer_moe", "flashinfer_prims_ts_moe", "sglang_moe", "triton_moe",
-        "triton_fused_moe_v2",
-    }  # fmt: skip
-    assert OURS < blackwell
-    targets = {gpu for s in every.values() for gpu in s.spec.target_hardware}
-    assert all(gpu.startswith("NVIDIA_") for gpu in targets), "upstream's viewer filters by these"
-    for name in OURS:
-        named = {capability_of(gpu) for gpu in every[name].spec.target_hardware}
-        assert named == {(9, 0), (10, 0), (10, 3)} == set(ARCHITECTURES)
-
-
-# --- sources that have changed --------------------------------------------------------------------
-
-V1, V2 = "cutedsl_moe_fp8_v1", "cutedsl_moe_fp8_v2"
-GLM5, EP8, EP4 = (f"triton_moe_{short}" for short in ("glm5", "minimax_m2_ep8", "kimi_k2_ep4"))
-NOW = {V1: "1", V2: "2", "triton_moe": "3", GLM5: "3", EP8: "4", EP4: "4"}
-
-
-@pytest.fixture
-def now(monkeypatch) -> None:
-    monkeypatch.setattr(sources, "current", lambda definition=None: NOW)
-
-
-@pytest.mark.parametrize(
-    ("measured", "changed", "unknown"),
-    [
-        ({}, "", ""),
-        ({V1: "1", "triton_moe": "3"}, "", ""),
-        ({V1: "0", "triton_moe": "3"}, "source of v1 has", ""),
-        ({V1: "0"}, "source of v1 has", ""),
-        ({V1: "0", V2: "2", "triton_moe": "0"}, "sources of v1 and triton_moe have", ""),
-        ({V1: "0", V2: "0", "triton_moe": "0"}, "sources of all 3 solutions have", ""),
-        # Someone else's solution, whose source is not here, and a generation that is no more.
-        ({V1: "0", V2: "0", "theirs": "0"}, "sources of v1 and v2 have", ""),
-        ({"cutedsl_moe_fp8_v0": "0", V1: "1", "theirs": "0"}, "source of v0 has", ""),
-        ({V1: "", V2: "0", "triton_moe": "3"}, "source of v2 has", "v1"),
-        ({V1: "10", "x": ""}, "source of v1 has", ""),  # measured twice
-        # A solution of several definitions is named once.
-        ({V1: "1", GLM5: "3", EP8: "3", EP4: "3"}, "source of triton_moe has", ""),
-    ],
-)
-def test_changed_sources_in_a_sentence(now, measured, changed: str, unknown: str) -> None:
-    """The hashes have one digit each."""
-    expected = [f"Since this run the {changed} changed."] if changed else []
-    expected += [f"It is not known which sources of {unknown} were measured."] if unknown else []
-    hashes = {name: set(was) or {""} for name, was in measured.items()}
-    assert sources.remark(hashes) == " ".join(expected)
-
-
-def test_a_rankings_sources_are_those_of_its_records(now, tmp_path) -> None:
-    traces = [trace("triton_moe", length, 1.0, libs={"solution_hash": "3"}) for length in (7, 80)]
-    traces += [trace(V1, 7, 1.0, libs={"solution_hash": "2"}), trace(V2, 7, 1.0)]
-    (ranking,) = ranked(tmp_path, traces)
-    assert sources.remark(ranking.hashes) == (
-        "Since this run the source of v1 has changed. It is not known which sources of v2 were "
-        "measured."
-    )
-
-
-def test_a_measurements_sources_are_those_that_its_rows_name(now) -> None:
-    changed = "Since this measurement the source of v1 has changed."
-    for was, remark in (("1", ""), ("0", changed), (None, "")):
-        into = Writer("stages", "a GPU", "m")
-        into.add({"tokens": 1}, "a config", solution=V1, hash=was)
-        into.add({"tokens": 1}, "triton_moe", hash="3" if was else None)
-        assert sources.changed_since(into.result, "stages") == remark
-
-
-def test_the_present_hashes_are_those_of_what_is_packed(monkeypatch) -> None:
-    monkeypatch.setattr(sources, "pack", packed_once)
-    packed = {g.name: Solution.model_validate_json(packed_once(g)) for g in sources.generations()}
-    assert sources.current() == {name: s.hash() for name, s in packed.items()}
-    assert len(set(sources.current().values())) == len(packed) > 4
-    # Of another definition's too.
-    name, hashes = MOE[1].packed_name("triton_moe"), sources.current(MOE[1])
-    assert sources.remark({name: {hashes[name]}}) == ""
-    assert "the source of triton_moe has changed" in sources.remark({name: {"another"}})
-    assert {g.name for g in sources.every_generation()} >= {*hashes, *packed}
-
-
-def test_sources_that_cannot_be_packed_are_one_line(monkeypatch) -> None:
-    def generations(definition: object) -> list[sources.Generation]:
-        raise sources.PackError("gen.py: no docstring")
-
-    monkeypatch.setattr(sources, "generations", generations)
-    with pytest.raises(UsageError, match="cannot be packed: gen.py: no docstring"):
-        sources.packed.__wrapped__()
