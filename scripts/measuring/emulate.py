@@ -12,7 +12,6 @@ reference models of the next workloads. Nothing is computed twice: the workloads
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import hashlib
@@ -26,7 +25,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -38,7 +37,15 @@ import torch
 from flashinfer_bench.bench import BenchmarkConfig
 from flashinfer_bench.bench.utils import compute_error_stats
 from flashinfer_bench.compile import BuilderRegistry, BuildError
-from flashinfer_bench.data import Definition, Environment, Evaluation, Solution, Trace, TraceSet
+from flashinfer_bench.data import (
+    Definition,
+    Environment,
+    Evaluation,
+    Solution,
+    Trace,
+    TraceSet,
+    Workload,
+)
 from flashinfer_bench.utils import dtype_str_to_torch_dtype, env_snapshot
 from moe_fp8.cache import CACHE_VARIABLE
 from moe_fp8.closure import PACKAGE, import_closure
@@ -501,17 +508,12 @@ def say_status(name: str, future: Future) -> None:
 # --- the run --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Work:
-    """A workload's solutions and their results so far."""
-
-    trace: Trace
-    solutions: list[Solution]
-    models: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """The fields of the Evaluation of each solution's reference model."""
-    kernels: dict[Future, Solution] = dataclasses.field(default_factory=dict)
-    error: str = ""
-    """The reason why there is no output of the reference."""
+def case_of(inputs_of: Inputs, workload: Workload) -> Case:
+    """Return a workload's inputs and the reference's output. Raises UsageError, RuntimeError."""
+    inputs = inputs_of.of(workload)
+    share(inputs)
+    expected, seconds = reference_of(inputs_of.definition, inputs)
+    return Case(inputs_of.definition, inputs, expected, 1e3 * seconds, inputs_of.seed)
 
 
 def run(
@@ -522,9 +524,12 @@ def run(
     store: Callable[[list[Trace]], object],
     emulation: Emulation | None = None,
 ) -> None:
-    """Run every pair, the smallest workload first, and hand the traces of each workload to `store`
-    when it is done. A solution is emulated only if its reference model passes. Raises UsageError:
-    the machine has too little memory."""
+    """Run every pair, the smallest workload first, and hand each result to `store` at once.
+
+    This process evaluates one reference model after the other. If a model passes and its workload
+    is emulated, other processes run the kernels meanwhile, whose result then counts. Raises
+    UsageError: the machine has too little memory.
+    """
     definition = definition_of(trace_set)
     memory, needed = available_memory(), memory_needed(definition)
     if memory < needed:
@@ -535,94 +540,55 @@ def run(
     snapshot = env_snapshot("cpu")
     libs = {**snapshot.libs, "device": "cpu", "threads": str(os.cpu_count())}
     ordered = sorted(pairs, key=lambda pair: tokens(pair[0].workload))
-    works = [Work(trace, solutions) for trace, solutions in ordered]
+    inputs_of = Inputs(trace_set, "cpu", seed)
+    running: dict[Future, tuple[Trace, Solution]] = {}
+
+    def announced(pair: tuple[Trace, list[Solution]]) -> str:
+        trace, solutions = pair
+        return f"{named(trace.workload)}: the reference, then {len(solutions)} models"
+
+    def keep(trace: Trace, s: Solution, fields: dict[str, Any], more: dict[str, str]) -> None:
+        environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
+        stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
+        evaluation = Evaluation.model_validate(fields | stamp)
+        store([trace.model_copy(update={"solution": s.name, "evaluation": evaluation})])
+
+    def keep_ended(kernels: Kernels, timeout: float | None) -> None:
+        """Keep the results of kernels that have ended. Without a timeout wait for the next ones."""
+        ended = wait(running, timeout, FIRST_COMPLETED).done
+        for future in [each for each in running if each in ended]:
+            keep(*running.pop(future), fields_of(future), kernels.environment)
 
     with contextlib.ExitStack() as stack:
         kernels = None
-        if emulation and works:
-            awaited = [work for work in works if emulation.awaits(work.trace)]
-            count = sum(len(work.solutions) for work in awaited)
+        if emulation and ordered:
+            count = sum(len(solutions) for trace, solutions in ordered if emulation.awaits(trace))
             kernels = stack.enter_context(Kernels(emulation, count))
-        models = run_models(Inputs(trace_set, "cpu", seed), works, config, kernels)
-        stack.callback(models.close)  # ends its progress bar
-        for work in works:
-            results: dict[str, Trace] = {}
+        for trace, solutions in steps(ordered, announced):
+            awaited = kernels if kernels and kernels.emulation.awaits(trace) else None
             try:
-                for s, fields, more in evaluations(work, models, kernels):
-                    environment = Environment(hardware=snapshot.hardware, libs={**libs, **more})
-                    stamp = {"environment": environment, "timestamp": datetime.now().isoformat()}
-                    evaluation = Evaluation.model_validate(fields | stamp)
-                    update = {"solution": s.name, "evaluation": evaluation}
-                    results[s.name] = work.trace.model_copy(update=update)
-            finally:  # an interrupted workload stores the results that it has
-                if results:
-                    store([results[s.name] for s in work.solutions if s.name in results])
-
-
-def run_models(
-    inputs_of: Inputs, works: Sequence[Work], config: BenchmarkConfig, kernels: Kernels | None
-) -> Generator[None, None, None]:
-    """Evaluate the reference models, one a step, and say their results. Start the kernels of a
-    model that passes."""
-    definition = inputs_of.definition
-
-    def announced(work: Work) -> str:
-        return f"{named(work.trace.workload)}: the reference, then {len(work.solutions)} models"
-
-    for work in steps(works, announced):
-        awaited = kernels if kernels and kernels.emulation.awaits(work.trace) else None
-        try:
-            inputs = inputs_of.of(work.trace.workload)
-            share(inputs)
-            expected, seconds = reference_of(definition, inputs)
-        except (UsageError, RuntimeError) as error:  # the other workloads go on
-            work.error = str(error)
-            note(f"{named(work.trace.workload)}: {work.error}")
-            if awaited:
-                awaited.tasks.expect_less(len(work.solutions))
-            yield
-            continue
-        case = Case(definition, inputs, expected, 1e3 * seconds, inputs_of.seed)
-        products = Products(inputs)
-        for s in work.solutions:
-            fields, output = evaluate(case, config, s, products=products)
-            work.models[s.name] = fields
-            name = f"T={tokens(work.trace.workload)} {short_name(s.name)}"
-            note(f"{name}: {fields['status']}, reference model")
-            if awaited and fields["status"] == PASSED:
-                work.kernels[awaited.submit(name, case, config, s, output)] = s
-            elif awaited:
-                awaited.tasks.expect_less(1)
-            yield
-        del case, inputs, products
-        return_memory()
-
-
-def evaluations(
-    work: Work, models: Iterator[None], kernels: Kernels | None
-) -> Iterator[tuple[Solution, dict[str, Any], dict[str, str]]]:
-    """Yield a workload's solutions with the fields of an Evaluation and additions to the
-    environment, as they end. Run reference models while no kernels end."""
-    for s in work.solutions:
-        while s.name not in work.models and not work.error:
-            next(models)
-        if work.error:
-            break
-        if s not in work.kernels.values():  # else its result is that of its kernels, below
-            yield s, work.models[s.name], {}
-    if work.error:
-        for s in work.solutions:
-            yield s, {"status": "RUNTIME_ERROR", "log": work.error}, {}
-    if not work.kernels or not kernels:
-        return
-    ended: set[Future] = set()
-    more = True
-    while len(ended) < len(work.kernels):
-        left = work.kernels.keys() - ended
-        now = wait(left, 0 if more else None, FIRST_COMPLETED).done
-        for future, s in work.kernels.items():
-            if future in now:
-                yield s, fields_of(future), kernels.environment
-        ended |= now
-        if not now:
-            more = next(models, work) is None
+                case = case_of(inputs_of, trace.workload)
+            except (UsageError, RuntimeError) as error:  # the other workloads go on
+                note(f"{named(trace.workload)}: {error}")
+                for s in solutions:
+                    keep(trace, s, {"status": "RUNTIME_ERROR", "log": str(error)}, {})
+                if awaited:
+                    awaited.tasks.expect_less(len(solutions))
+                continue
+            products = Products(case.inputs)
+            for s in solutions:
+                fields, output = evaluate(case, config, s, products=products)
+                name = f"T={tokens(trace.workload)} {short_name(s.name)}"
+                note(f"{name}: {fields['status']}, reference model")
+                if awaited and fields["status"] == PASSED:
+                    running[awaited.submit(name, case, config, s, output)] = trace, s
+                else:
+                    keep(trace, s, fields, {})
+                    if awaited:
+                        awaited.tasks.expect_less(1)
+                if kernels:
+                    keep_ended(kernels, 0)
+            del case, products
+            return_memory()
+        while kernels and running:
+            keep_ended(kernels, None)

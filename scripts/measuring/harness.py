@@ -114,8 +114,7 @@ class Run:
         }
 
     def store(self, results: Sequence[Trace]) -> list[Trace]:
-        """Store the results of a workload, and return them stamped. Raises OSError; earlier results
-        stay."""
+        """Store results, and return them stamped. Raises OSError; earlier results stay."""
         stamped = []
         for trace in results:  # copies: flashinfer-bench's traces may share their parts
             evaluation = trace.evaluation
@@ -220,8 +219,8 @@ def open_run(args: Namespace, plan: Plan, config: BenchmarkConfig, on_gpu: bool)
 
 
 def measure(args: Namespace, plan: Plan, config: BenchmarkConfig, run: Run, on_gpu: bool) -> bool:
-    """Measure the pairs that the run has no results of. Results are stored after every workload,
-    errors in run.json. Return True if Ctrl-C ended it. Raises OSError: the disk is full."""
+    """Measure the pairs that the run has no results of. Results are stored as they come, errors in
+    run.json. Return True if Ctrl-C ended it. Raises OSError: the disk is full."""
     names = ", ".join(s.name for s in plan.solutions)
     say(f"{plan.hardware if on_gpu else f'CPU ({plan.hardware})'}: {names}")
     emulation = None
