@@ -189,8 +189,8 @@ def _registers(lines: list[Line]) -> int:
 
 @dataclass(frozen=True)
 class Early:
-    """An arrival at an mbarrier, and the loads from shared memory that may still be under way: a
-    thread that waits for the arrival may overwrite what they read."""
+    """An arrival at an mbarrier that may overtake loads from shared memory. The thread that waits
+    for the arrival may then overwrite bytes before these loads read them."""
 
     arrival: Line
     loads: tuple[Line, ...]
@@ -199,51 +199,57 @@ class Early:
 def early_arrivals(text: str) -> list[Early]:
     """Return the arrivals that may overtake a load from shared memory, on any path.
 
-    A load is under way until its scoreboard has been waited for, or a MEMBAR, which a proxy fence
-    begins with, has ordered it before what follows. Loads and shuffles return in order: ptxas
-    leaves a load without a scoreboard to that of the next of them. One to RZ reads nothing. Of the
-    arrivals those count that say no bytes (A1T0): with bytes memory is not given back but filled.
+    An arrival gives a stage back to the producer. It counts here if it announces no bytes (A1T0):
+    an arrival with bytes says that a stage is being filled.
 
-    A wait for WGMMA does not end a load: nothing in it waits for a load's scoreboard, and a stage's
-    scales may be used, and so be waited for, long after it. One kind of load is left out all the
-    same. Where a kernel keeps N groups of WGMMA running (WARPGROUP.DEPBAR.LE gsb0, N), it gives the
-    stage of the last group before them back. What it loaded since that group was issued, and before
-    the last one was, belongs to the stages of the groups that run: they are given back in their own
-    turn, with these loads counted if they are under way still. After a wait for all groups (N = 0),
-    and without WGMMA, every load counts.
+    A load is in flight from its issue until the kernel waits for its scoreboard, or until a MEMBAR
+    (a proxy fence begins with one). Loads and shuffles return in order. So ptxas may give a load no
+    scoreboard: then the next load's or shuffle's scoreboard stands for both. A load to RZ reads
+    nothing and never counts.
+
+    A wait for WGMMA ends no load. It does not wait for a load's scoreboard, and a stage's scales
+    may be used long after its WGMMA.
+
+    Loads for a later stage are left out. After a wait that leaves N groups of WGMMA running
+    (WARPGROUP.DEPBAR.LE gsb0, N), a kernel gives back the stage of the group before these N. A load
+    that was issued after that group, and before the last of the N, belongs to one of the N stages.
+    If it is still in flight when its own stage is given back, it counts there. With N = 0 and
+    without WGMMA every load counts.
     """
     lines, labels = _parse(text)
-    under_way = _loads_under_way(lines, _successors(lines, labels))
+    in_flight = _loads_in_flight(lines, _successors(lines, labels))
     return [
         Early(line, tuple(lines[i] for i in sorted(loads)))
-        for line, state in zip(lines, under_way, strict=True)
+        for line, state in zip(lines, in_flight, strict=True)
         if re.match(r"SYNCS\.ARRIVE.*\.A1T0", line.name)
-        and (loads := {load.at for load in state if not load.of_a_running_group})
+        and (loads := {load.at for load in state if not load.for_later_stage})
     ]
 
 
 class Load(NamedTuple):
-    """One from shared memory that may be under way.
+    """A load from shared memory that may be in flight.
 
     Attributes:
-        at: the instruction.
-        scoreboard: that says when it has returned; `NO_SCOREBOARD` until a later one has one.
-        groups: of WGMMA issued since, `MOST_GROUPS` at most.
-        of_a_running_group: whether it is known to belong to the stage of one.
+        at: the index of the instruction.
+        scoreboard: is released when the load has returned; `NO_SCOREBOARD` until a later load or
+            shuffle has one.
+        groups: number of WGMMA groups issued since, at most `MOST_GROUPS`.
+        for_later_stage: True if the last wait for WGMMA left the group of the load's stage running.
     """
 
     at: int
     scoreboard: int
     groups: int = 0
-    of_a_running_group: bool = False
+    for_later_stage: bool = False
 
 
 MOST_GROUPS = 8
 """The most WGMMA groups that are counted: more than any kernel keeps running."""
 
 
-def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[frozenset[Load]]:
-    """Return, by instruction, the loads from shared memory that may be under way when it issues."""
+def _loads_in_flight(lines: list[Line], successors: list[set[int]]) -> list[frozenset[Load]]:
+    """Return for each instruction the loads from shared memory that may be in flight when it
+    issues."""
 
     def waited(i: int, loads: frozenset[Load]) -> frozenset[Load]:
         return frozenset(load for load in loads if not lines[i].waits >> load.scoreboard & 1)
@@ -262,12 +268,12 @@ def _loads_under_way(lines: list[Line], successors: list[set[int]]) -> list[froz
             return loads | {Load(i, signals)} if reads else loads
         if line.is_one_of(WGMMA) and "gsb0" in line.rest:
             return frozenset(
-                x._replace(groups=min(x.groups + 1, MOST_GROUPS), of_a_running_group=False)
+                x._replace(groups=min(x.groups + 1, MOST_GROUPS), for_later_stage=False)
                 for x in loads
             )
         if line.is_one_of(OF_WGMMA) and (running := RUNNING.search(line.rest)):
             most = min(int(running[1], 16), MOST_GROUPS - 1)
-            return frozenset(x._replace(of_a_running_group=1 <= x.groups <= most) for x in loads)
+            return frozenset(x._replace(for_later_stage=1 <= x.groups <= most) for x in loads)
         return loads
 
     before: dict[int, frozenset[Load]] = {0: frozenset()}
