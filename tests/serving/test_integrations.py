@@ -137,19 +137,19 @@ def test_missing_names_of_an_engine_are_listed(monkeypatch):
     monkeypatch.setitem(sys.modules, "an_engine", engine)
     monkeypatch.setitem(sys.modules, "an_engine.gone", None)
     for name, names in [
-        ("function", "a b"), ("Fields", "x y"), ("Fields", "* y"), ("Fields.more", ""),
+        ("function", ("a", "b")), ("Fields", ("x", "y")), ("Fields", {"y"}), ("Fields.more", ()),
     ]:  # fmt: skip
         assert plugins.lacking({f"an_engine:{name}": names}) == []
     for name, names, entry in [
-        ("function", "b a", "function(b a)"),
-        ("function", "a", "function(a)"),  # b has no default
-        ("Fields", "* x z", "Fields(* x z)"),
-        ("Fields.z", "", "Fields.z"),
-        ("other", "", "other"),
-        ("__name__", "a", "__name__(a)"),
+        ("function", ("b", "a"), "function(b a)"),
+        ("function", ("a",), "function(a)"),  # b has no default
+        ("Fields", {"z", "x"}, "Fields(x z)"),
+        ("Fields.z", (), "Fields.z"),
+        ("other", (), "other"),
+        ("__name__", ("a",), "__name__(a)"),
     ]:
         assert plugins.lacking({f"an_engine:{name}": names}) == [f"an_engine.{entry}"]
-    assert plugins.lacking({"an_engine.gone:function": ""}) == ["an_engine.gone.function"]
+    assert plugins.lacking({"an_engine.gone:function": ()}) == ["an_engine.gone.function"]
 
 
 def test_other_signatures_of_an_engines_base_class_are_listed():

@@ -4,7 +4,7 @@ import importlib.metadata
 import inspect
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from ..shape import MoeShape, Swiglu
 
 BLOCK_SHAPE = [128, 128]
 """Rows and columns of weights that share a scale."""
+Needed = dict[str, tuple[str, ...] | set[str]]
+"""An engine's functions and classes that a plugin uses, as `module:name`. A tuple has the first
+parameters of a function, in order; parameters after these must have defaults. A set has some of the
+fields of a class. An empty tuple asks for the name alone."""
 ACCURATE = "accurate"
 VLLM, SGLANG = "MOE_FP8_VLLM", "MOE_FP8_SGLANG"
 """The environment variables that switch the plugins on."""
@@ -96,34 +100,29 @@ def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def lacking(needed: Mapping[str, str]) -> list[str]:
-    """Return the entries of `needed` that an engine does not have.
-
-    Args:
-        needed: `module:name`, and the first parameters of the function, or fields of the class.
-            More may follow if they have defaults. After `*` the order is free, and others may be
-            among them.
-    """
+def lacking(needed: Needed) -> list[str]:
+    """Return the entries of `needed` that an engine does not have."""
     absent = []
     for path, names in needed.items():
         try:
-            fits = takes(pkgutil.resolve_name(path), names.split())
+            fits = takes(pkgutil.resolve_name(path), names)
         except (ImportError, AttributeError, TypeError, ValueError):  # the last two: no signature
             fits = False
         if not fits:
-            absent.append(f"{path.replace(':', '.')}{names and f'({names})'}")
+            ordered = sorted(names) if isinstance(names, set) else names
+            absent.append(path.replace(":", ".") + (f"({' '.join(ordered)})" if names else ""))
     return absent
 
 
-def takes(thing: Any, names: list[str]) -> bool:
-    """Return True if a function or a class has these parameters, as in `lacking`."""
+def takes(thing: Any, names: tuple[str, ...] | set[str]) -> bool:
+    """Return True if a function or a class has these parameters, as in `Needed`."""
     if not names:
         return True
     parameters = inspect.signature(thing).parameters
-    if names[0] == "*":
-        return {*names[1:]} <= {*parameters}
-    rest = [*parameters.values()][len(names) :]
-    return [*parameters][: len(names)] == names and all(
+    if isinstance(names, set):
+        return names <= parameters.keys()
+    first, rest = [*parameters][: len(names)], [*parameters.values()][len(names) :]
+    return first == [*names] and all(
         p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in rest
     )
 

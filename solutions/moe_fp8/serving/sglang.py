@@ -26,6 +26,7 @@ from .plugins import (
     EXACT,
     MXFP4,
     SGLANG,
+    Needed,
     accurate,
     asked_for,
     describe_layers,
@@ -43,38 +44,40 @@ BACKEND = "moe_fp8"
 MOE = "sglang.srt.layers.moe"
 METHOD = "sglang.srt.layers.quantization.fp8:Fp8MoEMethod"
 DISPATCHER = f"{MOE}.token_dispatcher"
-SENT = "hidden_states hidden_states_scale topk_ids topk_weights"
+SENT = ("hidden_states", "hidden_states_scale", "topk_ids", "topk_weights")
 """The first fields of tokens that DeepEP has sent."""
-NEEDED_NAMES = {
-    "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type",
-    "sglang.srt.plugins.hook_registry:HookType.AROUND": "",
-    f"{MOE}.moe_runner:MoeRunner": "runner_backend config",
-    f"{MOE}.moe_runner:MoeRunner.run": "self dispatch_output quant_info",
-    f"{MOE}.moe_runner:MoeRunnerConfig": "* routed_scaling_factor num_experts",
-    f"{MOE}.moe_runner:register_moe_runner_core": "backend_name factory",
-    f"{MOE}.moe_runner.base:DispatchMoeRunnerCore": "config",
+NEEDED_NAMES: Needed = {
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": ("target", "hook", "hook_type"),
+    "sglang.srt.plugins.hook_registry:HookType.AROUND": (),
+    f"{MOE}.moe_runner:MoeRunner": ("runner_backend", "config"),
+    f"{MOE}.moe_runner:MoeRunner.run": ("self", "dispatch_output", "quant_info"),
+    f"{MOE}.moe_runner:MoeRunnerConfig": {"routed_scaling_factor", "num_experts"},
+    f"{MOE}.moe_runner:register_moe_runner_core": ("backend_name", "factory"),
+    f"{MOE}.moe_runner.base:DispatchMoeRunnerCore": ("config",),
     f"{MOE}.moe_runner.base:DispatchMoeRunnerCore.run_from_dispatch": (
-        "self dispatch_output quant_info runner_config hooks"
+        "self", "dispatch_output", "quant_info", "runner_config", "hooks",
     ),
-    f"{MOE}.moe_runner.triton:TritonMoeQuantInfo": "* w13_weight w13_scale w2_weight w2_scale",
-    f"{MOE}.topk:StandardTopKOutput": "topk_weights topk_ids router_logits",
-    f"{MOE}.utils:RegisteredMoeRunnerBackend": "value",
-    f"{MOE}.utils:resolve_moe_runner_backend": "backend",
-    f"{DISPATCHER}.base:DispatchOutputFormat.STANDARD": "",
-    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_NORMAL": "",
-    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_LL": "",
-    f"{DISPATCHER}.standard:StandardDispatchOutput": "* hidden_states topk_output",
-    f"{DISPATCHER}.standard:StandardCombineInput": "hidden_states",
-    f"{DISPATCHER}.deepep:DeepEPNormalDispatchOutput": f"{SENT} num_recv_tokens_per_expert",
-    f"{DISPATCHER}.deepep:DeepEPNormalCombineInput": "hidden_states topk_ids topk_weights",
-    f"{DISPATCHER}.deepep:DeepEPLLDispatchOutput": f"{SENT} masked_m expected_m",
-    f"{DISPATCHER}.deepep:DeepEPLLCombineInput": "hidden_states topk_ids topk_weights",
-    f"{METHOD}.create_moe_runner": "self layer moe_runner_config",
-    f"{METHOD}.process_weights_after_loading": "self layer",
-    f"{METHOD}.apply": "self layer dispatch_output",
-    f"{METHOD}.get_triton_quant_info": "self layer",
-}
-"""SGLang's names that the plugin uses to register and in served layers (for `lacking`)."""
+    f"{MOE}.moe_runner.triton:TritonMoeQuantInfo": {
+        "w13_weight", "w13_scale", "w2_weight", "w2_scale",
+    },
+    f"{MOE}.topk:StandardTopKOutput": ("topk_weights", "topk_ids", "router_logits"),
+    f"{MOE}.utils:RegisteredMoeRunnerBackend": ("value",),
+    f"{MOE}.utils:resolve_moe_runner_backend": ("backend",),
+    f"{DISPATCHER}.base:DispatchOutputFormat.STANDARD": (),
+    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_NORMAL": (),
+    f"{DISPATCHER}.base:DispatchOutputFormat.DEEPEP_LL": (),
+    f"{DISPATCHER}.standard:StandardDispatchOutput": {"hidden_states", "topk_output"},
+    f"{DISPATCHER}.standard:StandardCombineInput": ("hidden_states",),
+    f"{DISPATCHER}.deepep:DeepEPNormalDispatchOutput": (*SENT, "num_recv_tokens_per_expert"),
+    f"{DISPATCHER}.deepep:DeepEPNormalCombineInput": ("hidden_states", "topk_ids", "topk_weights"),
+    f"{DISPATCHER}.deepep:DeepEPLLDispatchOutput": (*SENT, "masked_m", "expected_m"),
+    f"{DISPATCHER}.deepep:DeepEPLLCombineInput": ("hidden_states", "topk_ids", "topk_weights"),
+    f"{METHOD}.create_moe_runner": ("self", "layer", "moe_runner_config"),
+    f"{METHOD}.process_weights_after_loading": ("self", "layer"),
+    f"{METHOD}.apply": ("self", "layer", "dispatch_output"),
+    f"{METHOD}.get_triton_quant_info": ("self", "layer"),
+}  # fmt: skip
+"""SGLang's names that the plugin uses to register and in served layers."""
 OTHER_METHODS = {
     "sglang.srt.layers.quantization.compressed_tensors.schemes."
     "compressed_tensors_w8a8_fp8_moe:CompressedTensorsW8A8Fp8MoE": "apply_weights",
@@ -104,9 +107,9 @@ def attach() -> list[str]:
         target = f"{METHOD.replace(':', '.')}.{hook.__name__}"
         HookRegistry.register(target, hook, HookType.AROUND)
     for method, runs in OTHER_METHODS.items():
-        needed = {
-            f"{method}.create_moe_runner": "self layer moe_runner_config",
-            f"{method}.{runs}": "self layer dispatch_output",
+        needed: Needed = {
+            f"{method}.create_moe_runner": ("self", "layer", "moe_runner_config"),
+            f"{method}.{runs}": ("self", "layer", "dispatch_output"),
         }
         if not lacking(needed):
             target = f"{method.replace(':', '.')}.create_moe_runner"

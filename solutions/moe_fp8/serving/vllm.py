@@ -20,6 +20,7 @@ from typing import Any
 
 from .plugins import (
     VLLM,
+    Needed,
     asked_for,
     describe_layers,
     in_words,
@@ -36,40 +37,43 @@ SELECT = "select_fp8_moe_backend"
 AS_LOADED = ("TRITON", "BATCHED_TRITON")
 """vLLM's backends that leave weights as loaded, as our kernels read them."""
 MOE = "vllm.model_executor.layers.fused_moe"
-NEEDED_NAMES = {
-    "vllm.logger:init_logger": "name",
-    f"{MOE}.oracle.fp8:{SELECT}": "config weight_key activation_key",
-    f"{MOE}.oracle.fp8:Fp8MoeBackend.TRITON": "",
-    f"vllm.model_executor.layers.quantization.fp8:{SELECT}": "",
-    "vllm.config:get_current_vllm_config_or_none": "",
-    "vllm.config:VllmConfig": "* load_config speculative_config",
-    f"{MOE}.config:FusedMoEConfig": "* moe_parallel_config max_num_tokens experts_per_token",
-    f"{MOE}.config:FusedMoEParallelConfig": "* dp_size",
-    f"{MOE}.config:FusedMoEParallelConfig.use_all2all_kernels": "",
-    f"{MOE}.config:FusedMoEParallelConfig.use_deepep_v2_kernels": "",
-    f"{MOE}.modular_kernel:ExpertTokensMetadata": "* expert_num_tokens",
-    f"{MOE}.modular_kernel:FusedMoEExpertsModular.w1_scale": "",
-    f"{MOE}.modular_kernel:FusedMoEExpertsModular.w2_scale": "",
-    "vllm.forward_context:ForwardContext": "* dp_metadata",
-    "vllm.forward_context:DPMetadata": "* num_tokens_across_dp_cpu",
+NEEDED_NAMES: Needed = {
+    "vllm.logger:init_logger": ("name",),
+    f"{MOE}.oracle.fp8:{SELECT}": ("config", "weight_key", "activation_key"),
+    f"{MOE}.oracle.fp8:Fp8MoeBackend.TRITON": (),
+    f"vllm.model_executor.layers.quantization.fp8:{SELECT}": (),
+    "vllm.config:get_current_vllm_config_or_none": (),
+    "vllm.config:VllmConfig": {"load_config", "speculative_config"},
+    f"{MOE}.config:FusedMoEConfig": {"moe_parallel_config", "max_num_tokens", "experts_per_token"},
+    f"{MOE}.config:FusedMoEParallelConfig": {"dp_size"},
+    f"{MOE}.config:FusedMoEParallelConfig.use_all2all_kernels": (),
+    f"{MOE}.config:FusedMoEParallelConfig.use_deepep_v2_kernels": (),
+    f"{MOE}.modular_kernel:ExpertTokensMetadata": {"expert_num_tokens"},
+    f"{MOE}.modular_kernel:FusedMoEExpertsModular.w1_scale": (),
+    f"{MOE}.modular_kernel:FusedMoEExpertsModular.w2_scale": (),
+    "vllm.forward_context:ForwardContext": {"dp_metadata"},
+    "vllm.forward_context:DPMetadata": {"num_tokens_across_dp_cpu"},
 }
-"""vLLM's names that the plugin uses to choose a layer and in served layers (for `lacking`)."""
+"""vLLM's names that the plugin uses to choose a layer and in served layers."""
 QUANTISATION = "vllm.model_executor.layers.quantization"
-CREATED = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype"
-NEEDED_FOR_MXFP4 = {
+CREATED = (
+    "self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition",
+    "params_dtype",
+)  # fmt: skip
+NEEDED_FOR_MXFP4: Needed = {
     f"{QUANTISATION}.mxfp4:Mxfp4MoEMethod.create_weights": CREATED,
     f"{QUANTISATION}.mxfp4:GptOssMxfp4MoEMethod.create_weights": CREATED,
-    f"{QUANTISATION}.mxfp4:Mxfp4MoEMethod.process_weights_after_loading": "self layer",
-    f"{QUANTISATION}.mxfp4:GptOssMxfp4MoEMethod.process_weights_after_loading": "self layer",
-    f"{MOE}:RoutedExperts._expert_routing_tables": "self",
-    f"{MOE}.oracle.fp8:make_fp8_moe_quant_config": (
-        "* fp8_backend w1_scale w2_scale a1_scale a2_scale block_shape"
-    ),
-    f"{MOE}.oracle.fp8:make_fp8_moe_kernel": (
-        "* moe_quant_config moe_config experts_cls fp8_backend routing_tables"
-    ),
-    "vllm.model_executor.utils:replace_parameter": "layer param_name new_tensor",
-}
+    f"{QUANTISATION}.mxfp4:Mxfp4MoEMethod.process_weights_after_loading": ("self", "layer"),
+    f"{QUANTISATION}.mxfp4:GptOssMxfp4MoEMethod.process_weights_after_loading": ("self", "layer"),
+    f"{MOE}:RoutedExperts._expert_routing_tables": ("self",),
+    f"{MOE}.oracle.fp8:make_fp8_moe_quant_config": {
+        "fp8_backend", "w1_scale", "w2_scale", "a1_scale", "a2_scale", "block_shape",
+    },
+    f"{MOE}.oracle.fp8:make_fp8_moe_kernel": {
+        "moe_quant_config", "moe_config", "experts_cls", "fp8_backend", "routing_tables",
+    },
+    "vllm.model_executor.utils:replace_parameter": ("layer", "param_name", "new_tensor"),
+}  # fmt: skip
 """vLLM's names that the plugin uses to serve MXFP4 experts."""
 
 
