@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .call import described
-from .shape import BLOCK, PACKED_BYTES
+from .shape import BLOCK, GROUP, PACKED_BYTES
 
-GROUP = 32
-"""Values of a row that share a power of two."""
 HIGHEST = 6
 """The largest group exponent of a block becomes 6: 6 * 2^6 = 384 is below e4m3's 448."""
 SPAN = 14

@@ -13,8 +13,10 @@ import torch
 
 BLOCK = 128
 """Width of a scale block: a row has a scale per 128 columns, weights have one per 128x128 block."""
-PACKED_BYTES = BLOCK * BLOCK * 17 // 32
-"""Bytes of a block of 128 x 128 MXFP4 weights: four bits a value, one byte for 32 of a row."""
+GROUP = 32
+"""Values of a row of MXFP4 weights that share an exponent."""
+PACKED_BYTES = BLOCK * BLOCK // 2 + BLOCK * BLOCK // GROUP
+"""Bytes of a block of 128 x 128 MXFP4 weights: four bits a value, one byte an exponent."""
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn value."""
 MANTISSA = 0x7FFFFF

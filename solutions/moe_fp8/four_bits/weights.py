@@ -13,10 +13,7 @@ from typing import Any
 import torch
 
 from ..call import RoutedInputs, Signature, TensorSpec, check_integer
-from ..shape import MoeShape
-
-GROUP = 32
-"""Values of a row that share an exponent."""
+from ..shape import GROUP, MoeShape
 
 Weights = tuple[torch.Tensor, ...]
 Make = Callable[..., Weights]

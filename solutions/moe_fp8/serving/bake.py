@@ -27,8 +27,8 @@ from ..api import batched_experts, call_of, experts
 from ..cache import CACHE_VARIABLE, KernelCache
 from ..call import CHUNK_TOKENS
 from ..kernels.architectures import GPUS, Architecture
-from ..mxfp4 import GROUP, PackedWeights
-from ..shape import BLOCK, PACKED_BYTES, MoeShape, shown
+from ..mxfp4 import PackedWeights
+from ..shape import BLOCK, GROUP, PACKED_BYTES, MoeShape, shown
 from .models import MODELS
 from .plugins import (
     BLOCK_SHAPE,
