@@ -21,7 +21,9 @@ from typing import Any
 from scripts.common.program import RESULTS_DIR
 
 DIGESTS = "kernels.json"
-"""The file of digests in a record's directory, and in `results/` that of the present sources."""
+"""The file of digests in a record's directory, and in `results/` that of the present sources. Its
+`hashes` are of sources that gave these digests: several of a solution, separated by spaces, where
+the record's rows were measured with several."""
 MEASURED = "sm_90a"
 """The target of the GPUs that have records."""
 
@@ -111,7 +113,7 @@ def unchanged(solution: str, was: str, sources: Iterable[str], results: Path = R
         return {n: content["digests"][n] for n in names if n.startswith(MEASURED)}
 
     for then in map(read_digests, results.glob(f"*/*/{DIGESTS}")):
-        if then["hashes"].get(solution) != was:
+        if was not in then["hashes"].get(solution, "").split():
             continue
         if solution in then["triton"]:
             if then["triton"][solution] == triton_digest(sources):

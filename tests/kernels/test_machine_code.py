@@ -99,7 +99,7 @@ def results(tmp_path: Path) -> Path:
         "digests": digests,
         "kernels": {V1: [*digests], V2: ["sm_90a route"]},
         "triton": {"triton_moe": code.triton_digest([TRITON])},
-        "hashes": {V1: "was", V2: "was too", "triton_moe": "theirs"},
+        "hashes": {V1: "was", V2: "first second", "triton_moe": "theirs"},
     }
     record = tmp_path / "a-gpu" / "a-day"
     record.mkdir(parents=True)
@@ -130,9 +130,11 @@ def test_sources_that_give_the_same_machine_code_are_unchanged(results, change, 
     edited(results / code.DIGESTS, change)
     assert (
         code.unchanged(V1, "was", [], results),
-        code.unchanged(V2, "was too", [], results),
+        code.unchanged(V2, "second", [], results),
     ) == same
+    assert code.unchanged(V2, "first", [], results) == same[1]
     assert not code.unchanged(V1, "another", [], results), "of no record"
+    assert not code.unchanged(V2, "", [], results), "not known"
     assert code.unchanged("triton_moe", "theirs", [TRITON, "moved = 1"], results)
     assert not code.unchanged("triton_moe", "theirs", [TRITON.replace("2 *", "4 *")], results)
     assert not code.unchanged("triton_moe", "was", [TRITON], results), "of no record"
