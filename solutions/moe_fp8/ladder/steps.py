@@ -1,4 +1,4 @@
-"""The single kernels as functions of torch tensors: v1 to v4 call them one after the other.
+"""The kernels after the routing as functions of torch tensors: v1 to v4 call them one by one.
 
 Each step launches one or two kernels on a GPU. On the CPU it calls the function of the same name in
 `reference`, which defines the result. The steps import their kernels themselves: the kernels import
