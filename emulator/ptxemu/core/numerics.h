@@ -1,6 +1,9 @@
 // Number formats of the GPU: half, bfloat16, the 8-, 6- and 4-bit floats and TF32.
 #pragma once
 #include "base.h"
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 template <class T, class U>
 static inline T bits(U x) {
@@ -10,11 +13,13 @@ static inline T bits(U x) {
   return r;
 }
 
-static inline float half_to_float(u16 h) {
-  _Float16 x = bits<_Float16>(h);
-  return (float)x;
-}
+#ifdef __F16C__  // before GCC 12 there is no _Float16 for x86
+static inline float half_to_float(u16 h) { return _cvtsh_ss(h); }
+static inline u16 float_to_half(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
+#else
+static inline float half_to_float(u16 h) { return (float)bits<_Float16>(h); }
 static inline u16 float_to_half(float f) { return bits<u16>((_Float16)f); }
+#endif
 static inline float bf16_to_float(u16 h) { return bits<float>((u32)h << 16); }
 static inline u16 float_to_bf16(float f) {
   u32 u = bits<u32>(f);
