@@ -77,12 +77,16 @@ static void load_operand(const Async& op, const Actor& me, Cta& t, const Operand
       }
   }
 }
+typedef float Eight __attribute__((vector_size(32), aligned(4)));
+// Eight numbers at any address. clang forgets the alignment of a reference, not that of a struct.
+struct AnyEight {
+  Eight v;
+};
 // acc += A[M][K] * B[N][K], float32 accumulation in k order; M and N are multiples of 8. Eight
 // columns of a row of acc are contiguous. The next row begins `row` floats further, the next eight
 // columns `columns` floats further.
 static void matmul(float* acc, int row, int columns, const float* A, const float* B, int M, int N,
                    int K) {
-  typedef float Eight __attribute__((vector_size(32), aligned(4)));
   const int MOST_K = 64;  // of 4-bit elements
   Eight b[MOST_K];        // eight columns of B, k by k
   for (int n = 0; n < N; n += 8) {
@@ -91,10 +95,10 @@ static void matmul(float* acc, int row, int columns, const float* A, const float
     for (int i = 0; i < M; i += 8) {
       float* to = acc + (size_t)i * row + (size_t)n / 8 * columns;
       const float* a = A + (size_t)i * K;
-      auto at = [&](int r) -> Eight& { return *(Eight*)(to + (size_t)r * row); };
+      auto at = [&](int r) { return (AnyEight*)(to + (size_t)r * row); };
       // Eight variables, which stay in registers, unlike an array.
-      Eight s0 = at(0), s1 = at(1), s2 = at(2), s3 = at(3), s4 = at(4), s5 = at(5), s6 = at(6),
-            s7 = at(7);
+      Eight s0 = at(0)->v, s1 = at(1)->v, s2 = at(2)->v, s3 = at(3)->v;
+      Eight s4 = at(4)->v, s5 = at(5)->v, s6 = at(6)->v, s7 = at(7)->v;
       for (int k = 0; k < K; k++, a++) {
         s0 += a[0] * b[k];
         s1 += a[K] * b[k];
@@ -105,16 +109,17 @@ static void matmul(float* acc, int row, int columns, const float* A, const float
         s6 += a[6 * K] * b[k];
         s7 += a[7 * K] * b[k];
       }
-      at(0) = s0, at(1) = s1, at(2) = s2, at(3) = s3;
-      at(4) = s4, at(5) = s5, at(6) = s6, at(7) = s7;
+      at(0)->v = s0, at(1)->v = s1, at(2)->v = s2, at(3)->v = s3;
+      at(4)->v = s4, at(5)->v = s5, at(6)->v = s6, at(7)->v = s7;
     }
   }
 }
-// acc += A[M][K] * B[N][K] of e4m3 values, K = 32, as Hopper's WGMMA adds: docs/notes/gemm_sm90.md
-// has the rule. Arguments as of `matmul`.
+// acc += A[M][K] * B[N][K] of e4m3 values, K = 32, as Hopper's WGMMA adds. Arguments as of
+// `matmul`. The rule, measured on an H200: align the products and the sum to the largest exponent among them,
+// a product's being the sum of its factors'; drop what lies below the 13th fraction bit, towards
+// zero; add exactly; drop what lies below the 13th fraction bit of the new sum, towards zero.
 static void hopper_matmul(float* acc, int row, int columns, const float* A, const float* B, int M,
                           int N) {
-  typedef float Eight __attribute__((vector_size(32), aligned(4)));
   typedef s32 Ints __attribute__((vector_size(32), aligned(4)));
   const int K = 32, FRACTION = 13;
   // The power of two at or below |x|; 0 for 0. It is exact for subnormal e4m3, too.
@@ -127,7 +132,8 @@ static void hopper_matmul(float* acc, int row, int columns, const float* A, cons
         b_power[k][j] = power(b[k][j]);
       }
     for (int i = 0; i < M; i++) {
-      Eight& sum = *(Eight*)(acc + (size_t)i * row + (size_t)n / 8 * columns);
+      auto to = (AnyEight*)(acc + (size_t)i * row + (size_t)n / 8 * columns);
+      Eight sum = to->v;
       const float* a = A + (size_t)i * K;
       Eight largest = (Eight)((Ints)sum & 0x7f800000), plain = sum;
       for (int k = 0; k < K; k++) {
@@ -142,7 +148,7 @@ static void hopper_matmul(float* acc, int row, int columns, const float* A, cons
       for (int k = 0; k < K; k++) units += __builtin_convertvector(a[k] * b[k] * to_units, Ints);
       Eight total = __builtin_convertvector(units, Eight) / to_units;
       total = (Eight)((Ints)total & ~((1 << (23 - FRACTION)) - 1));
-      sum = plain - plain == Eight{} ? total : plain;  // NaN and infinity stay
+      to->v = plain - plain == Eight{} ? total : plain;  // NaN and infinity stay
     }
   }
 }
