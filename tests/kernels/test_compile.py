@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import cutlass
 import pytest
-import sass
 import torch
 from cutlass import BFloat16, Float32, Int32
 from elftools.elf.elffile import ELFFile
@@ -43,7 +42,7 @@ from moe_fp8.kernels.permute import compile_permute
 from moe_fp8.kernels.route import compile_route
 from moe_fp8.kernels.swiglu import SWIGLU_THREADS, SwigluQuant, compile_swiglu_quant
 from moe_fp8.shape import DEEPSEEK_V3, Form, MoeShape, Swiglu
-from sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
+from ptxemu.sass import Early, counts, disassemble, early_arrivals, facts, nvdisasm
 
 from scripts.common.definitions import FP8
 
@@ -547,7 +546,7 @@ MOST = {
     "serialised MMA": 0,
     "local memory in loops": 0,
 }
-"""The most that `sass.counts` may count in a kernel."""
+"""The most that `counts` may count in a kernel."""
 
 
 def check_counts(cubin: bytes, label: object, allowed: dict[str, int] = MOST) -> dict[str, str]:
@@ -709,7 +708,7 @@ from pathlib import Path
 from moe_fp8.kernels.grouped_gemm import compile_grouped_gemm
 from moe_fp8.kernels.configs import GemmConfigSm100 as GemmConfig
 from moe_fp8.kernels.configs import Schedule
-from sass import disassemble, early_arrivals
+from ptxemu.sass import disassemble, early_arrivals
 compile_grouped_gemm(GemmConfig(tile_m=16, swap_ab=True), 4096, 7168, 32, "sm_100a")
 (cubin,) = Path().glob("*.cubin")
 (text,) = disassemble(cubin.read_bytes()).values()
@@ -734,7 +733,7 @@ def test_scales_given_back_while_they_are_read_are_found(tmp_path):
         assert source.count(old) == 1
         source = source.replace(old, mutant)
     gemm.write_text(source)
-    path = os.pathsep.join(map(str, (package.parent, Path(sass.__file__).parent)))
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
     directory = {"CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
     environment = {**os.environ, **directory, "PYTHONPATH": path, kernel_cache.CACHE_VARIABLE: ""}
     run = subprocess.run(

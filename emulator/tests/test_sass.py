@@ -1,6 +1,6 @@
 """The reader of machine code, on a few instructions each."""
 
-from sass import NO_SCOREBOARD, early_arrivals, local_in_loops, round_trips, serialised_mma
+from ptxemu.sass import NO_SCOREBOARD, early_arrivals, local_in_loops, round_trips, serialised_mma
 
 ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R1+URZ], RZ"
 FIRST, NEXT, LAST = (

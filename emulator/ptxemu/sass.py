@@ -1,9 +1,9 @@
-"""Read a kernel's machine code, as ptxas made it, for the compile tests.
+"""Reads a kernel's machine code, as ptxas made it, for tests.
 
-Needs nvdisasm, on the path or in triton's package, and no GPU. `facts` reads the main loops of the
-grouped GEMM for Blackwell and the registers of each role. `counts` reads from any kernel what PTX
-does not show: shared memory that is released while it is read, MMA and loads that wait for each
-other, local memory in the main loops.
+Needs nvdisasm, on the path or in triton's package, and no GPU. `counts` reads from any kernel what
+PTX does not show: shared memory that is released while it is read, MMA and loads that wait for each
+other, local memory in the main loops. `facts` reads the main loops of a warp-specialised GEMM for
+Blackwell and the registers of each role.
 
 An instruction of sm_90 and sm_100 has 128 bits. Those from bit 105 on are its control word: clocks
 to stall, the scoreboard that a load releases when its registers are written, and the scoreboards
@@ -415,8 +415,9 @@ def local_in_loops(text: str) -> list[Line]:
     loops = list(_loops(lines, labels))
     inside: set[int] = set()
     for i, line in enumerate(lines):
-        if line.is_one_of(MMA, WGMMA, TMEM_LOAD, *COPIES):
-            inside.update(min((loop for loop in loops if i in loop), key=len, default=()))
+        around = [loop for loop in loops if i in loop]
+        if around and line.is_one_of(MMA, WGMMA, TMEM_LOAD, *COPIES):
+            inside |= {*min(around, key=len)}
     return [lines[i] for i in sorted(inside) if lines[i].is_one_of(*LOCAL)]
 
 
