@@ -13,7 +13,8 @@ import pytest
 from ptxemu import build
 
 MODULE = Path(build.__file__)
-README = Path(__file__).parents[1] / "README.md"
+PROJECT = Path(__file__).parents[1]
+README = PROJECT / "README.md"
 MODULES, HEADERS = re.findall(r"only earlier ones:(.*?)\.\n", README.read_text(), re.S)
 """The order of the Python modules, and of the headers of the core."""
 
@@ -142,3 +143,17 @@ def test_headers_include_only_earlier_ones():
         assert set(re.findall(r'#include "(.*)"', text)) <= set(order[:i]), name
         # A prototype would let a header use functions of a later one.
         assert not re.search(r"^static [^{};=]*\);", text, re.M), name
+
+
+def test_the_page_of_a_new_instruction_quotes_the_sources():
+    page = (PROJECT / "adding-an-instruction.md").read_text()
+    quotes = re.findall(r"^ *```\w*\n(.*?)^ *```", page, re.M | re.S)
+    tests = PROJECT / "tests" / "test_instructions.py"
+    sources = [*build.SOURCES.glob("*.h"), *MODULE.parent.glob("*.py"), tests]
+    text = "\n".join(line.strip() for path in sources for line in path.read_text().splitlines())
+    assert len(quotes) == 4
+    for quote in quotes:
+        assert "\n".join(line.strip() for line in quote.strip().splitlines()) in text, quote
+    names = set(re.findall(r"`([\w/]+\.(?:h|py))`", page))
+    for name in names - {"core/ops_*.h"}:
+        assert list(PROJECT.rglob(name)), name
