@@ -56,7 +56,6 @@ class Run:
 
 def run(script: Path, arguments: list[str], arch: str, mode: str, seed: int) -> Run:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
-    environment["PYTHONPATH"] = str(HERE)
     command = [sys.executable, "-W", "ignore", "-m", "ptxemu", "-v", "--arch", arch]
     command += ["--mode", mode, "--seed", str(seed), str(script), *arguments]
     start = time.monotonic()

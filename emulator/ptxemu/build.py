@@ -42,7 +42,7 @@ def library() -> Path:
     if compiler is None:
         raise NoCompiler(
             "the PTX emulator needs a C++17 compiler: set CXX or install g++ or clang++ "
-            "(Debian, Ubuntu: apt install g++)"
+            "(Debian, Ubuntu: apt install g++; conda: conda install -c conda-forge cxx-compiler)"
         )
     with open(built.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 START = """
 import sys, torch
 from cutlass.cute.runtime import load_module
@@ -29,7 +29,7 @@ LOADED = 'function = load_module("double.o", enable_tvm_ffi=True).double\n'
 def run(folder: Path, script: str, *options: str) -> tuple[int, str]:
     """Run a script. Return its exit status and its messages."""
     (folder / "script.py").write_text(START + script)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "ptxemu", *options, "script.py"],
         cwd=folder, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},

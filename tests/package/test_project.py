@@ -10,6 +10,7 @@ import run
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
+EMULATOR = (ROOT / "emulator" / "pyproject.toml").read_text("utf-8")
 WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8")
 VERSION = r"3\.\d+"
 
@@ -24,8 +25,13 @@ def test_the_pythons_are_named_alike() -> None:
     """CI runs the tests with the oldest, the newest and one between."""
     oldest, newest = run.PYTHONS
     pythons = [f"3.{minor}" for minor in range(oldest[1], newest[1] + 1)]
-    assert re.findall(rf'"Programming Language :: Python :: ({VERSION})"', PYPROJECT) == pythons
-    (required,) = re.findall(r'^requires-python = "(.+)"$', PYPROJECT, re.MULTILINE)
+    for project in (PYPROJECT, EMULATOR):
+        assert re.findall(rf'"Programming Language :: Python :: ({VERSION})"', project) == pythons
+    (required,) = {
+        version
+        for project in (PYPROJECT, EMULATOR)
+        for version in re.findall(r'^requires-python = "(.+)"$', project, re.MULTILINE)
+    }
     every = [f"3.{minor}" for minor in range(30)]
     assert [*SpecifierSet(required).filter(every)] == pythons
     (checked,) = re.findall(rf'^python_version = "({VERSION})"$', PYPROJECT, re.MULTILINE)
@@ -33,6 +39,11 @@ def test_the_pythons_are_named_alike() -> None:
     assert checked == f"3.{target}" == pythons[0], "types and syntax are the oldest's"
     (tested,) = re.findall(r"python: \[(.+)\]", WORKFLOW)
     assert {pythons[0], pythons[-1]} <= {*re.findall(VERSION, tested)} <= {*pythons}
+
+
+def test_the_emulator_takes_the_same_versions_of_the_dsl() -> None:
+    dsl = [re.findall(r'"(nvidia-cutlass-dsl.*)"', project) for project in (PYPROJECT, EMULATOR)]
+    assert len(dsl[0]) == 1 and dsl[0] == dsl[1]
 
 
 def test_the_checkers_have_one_version() -> None:
