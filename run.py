@@ -11,7 +11,7 @@
 
 If the interpreter that runs this has all packages of the command (an activated environment, a
 container), it is used as it is, without network access. Otherwise the project is installed in a
-virtual environment in .venv, which the next start uses.
+virtual environment in .venv, with its emulator, and the next start uses that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-PROJECT = "moe-fp8-cutedsl"
+PROJECT, EMULATOR = "moe-fp8-cutedsl", "ptxemu"
+"""The distributions of this repository. Neither is a requirement of the other's."""
 PYTHONS = ((3, 10), (3, 13))
 # Installed if there is no torch. Any version that pyproject.toml allows is used as it is.
 TORCH = "torch==2.13.0"
@@ -108,7 +109,7 @@ def ready(extras: str) -> str | None:
     if supported() and has(sys.executable, wanted):
         return sys.executable
     python = VENV / "bin" / "python"
-    return str(python) if has(python, [PROJECT, *wanted]) else None
+    return str(python) if has(python, [PROJECT, EMULATOR, *wanted]) else None
 
 
 def set_up(extras: str) -> str:
@@ -125,7 +126,8 @@ def set_up(extras: str) -> str:
     if not has(python, ["pip"]):
         do([sys.executable, "-m", "venv", str(VENV)], f"could not make {VENV}")
     torch = [] if has(python, ["torch"]) else [TORCH]
-    command = [python, "-m", "pip", "install", "--progress-bar", "off", "-e", f"{ROOT}[{extras}]"]
+    command = [python, "-m", "pip", "install", "--progress-bar", "off"]
+    command += ["-e", f"{ROOT}[{extras}]", "-e", str(ROOT / "emulator")]
     failed = "could not install the project. Without a network, use an interpreter that has all"
     do(command + torch, failed)
     return python
@@ -137,7 +139,8 @@ def do(command: list[str], failed: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return an environment in which the project's packages can be imported, installed or not."""
+    """Return an environment in which this clone's packages are imported: the interpreter may have
+    none of them, or those of another clone."""
     paths = [str(ROOT / folder) for folder in ("", "solutions", "emulator")]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

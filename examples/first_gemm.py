@@ -33,21 +33,21 @@ The key to the names, which are CuTe's usual ones:
 
 `python first_gemm.py` compares D with torch's and prints the error, the time and TFLOP/s. It needs
 torch, nvidia-cutlass-dsl and apache-tvm-ffi. Without a GPU it runs a small problem in ptxemu, the
-project's emulator, and prints no time.
+project's emulator (`pip install ./emulator`), and prints no time.
 """
 
+import importlib.util
 import os
 import statistics
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 if __name__ == "__main__" and not torch.cuda.is_available():  # must come before the DSL's import
-    path = [str(Path(__file__).resolve().parent / "../emulator"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    os.execve(sys.executable, [sys.executable, "-m", "ptxemu", __file__], environment)
+    if importlib.util.find_spec("ptxemu") is None:
+        sys.exit("error: without a GPU this needs ptxemu: pip install ./emulator")
+    os.execv(sys.executable, [sys.executable, "-m", "ptxemu", __file__])
 
 import cutlass
 import cutlass.cute as cute

@@ -5,8 +5,8 @@
     python tests/hardware/layer_bits.py tables DIRECTORY     # on a GPU: ex2.approx and rcp.approx
 
 The emulator adds FP8 products as Hopper's WGMMA does (docs/notes/gemm_sm90.md), so GEMMs have the
-bits of a GPU. It computes ex2.approx and rcp.approx of SwiGLU exactly. PYTHONPATH must name
-solutions, and emulator to emulate. Each number of tokens runs in a process of its own.
+bits of a GPU. It computes ex2.approx and rcp.approx of SwiGLU exactly. moe_fp8 must be
+installed, and to emulate ptxemu: `run.py setup`. Each number of tokens runs in its own process.
 """
 
 import argparse

@@ -11,8 +11,6 @@ from markers import backends
 from moe_fp8 import experts
 from small_layer import WEIGHTS, named_tensors
 
-from scripts.common.program import ROOT
-
 SCRIPT = """
 import torch
 from moe_fp8 import experts
@@ -27,11 +25,10 @@ torch.save(whole.cpu(), "output.pt")
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT / "solutions"), str(ROOT / "emulator")])
     return subprocess.run(
         [sys.executable, "-m", "ptxemu", *options, "script.py"],
         cwd=folder, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": path, "MOE_FP8_CACHE_DIR": str(on_disk.kernels())},
+        env=os.environ | {"MOE_FP8_CACHE_DIR": str(on_disk.kernels())},
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ def test_requirements_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert run.requirements("") == project["dependencies"] and run.PROJECT == project["name"]
+    emulator = tomllib.loads((ROOT / "emulator" / "pyproject.toml").read_text())["project"]
+    assert run.EMULATOR == emulator["name"]
     for extra, wanted in extras.items():
         assert run.requirements(extra) == project["dependencies"] + wanted
     both = project["dependencies"] + extras["bench"] + extras["dev"]
@@ -98,9 +100,10 @@ class Venv:
             self.started.append("venv")
         else:
             assert python == str(python_of_venv())
-            project, *more = rest[rest.index("-e") + 1 :]
+            project, _, emulator, *more = rest[rest.index("-e") + 1 :]
+            assert emulator == f"{ROOT}/emulator"
             extras = project.removeprefix(f"{ROOT}[").removesuffix("]")
-            self.packages |= {run.PROJECT, "torch", *run.requirements(extras)}
+            self.packages |= {run.PROJECT, run.EMULATOR, "torch", *run.requirements(extras)}
             self.started.append(" ".join([f"pip [{extras}]", *more]))
         return subprocess.CompletedProcess(command, 0)
 
@@ -140,7 +143,7 @@ def without_packages(bare, monkeypatch, tmp_path: Path) -> None:
 
 INSTALLED = f"pip [bench] {run.TORCH}"
 EVERY = ("bench,report", "bench,test", "bench,report", "bench", "bench,test")
-BENCH = {"pip", "torch", run.PROJECT, *run.requirements("bench")}
+BENCH = {"pip", "torch", run.PROJECT, run.EMULATOR, *run.requirements("bench")}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +153,7 @@ BENCH = {"pip", "torch", run.PROJECT, *run.requirements("bench")}
         ({"outside"}, ["bench"], []),
         ({"pip"}, ["bench"], [INSTALLED]),
         (BENCH - {run.PROJECT}, ["bench"], ["pip [bench]"]),  # as Ctrl-C leaves it: installed last
+        (BENCH - {run.EMULATOR}, ["bench"], ["pip [bench]"]),
         (BENCH - {run.requirements("bench")[-1]}, ["bench"], ["pip [bench]"]),
         (BENCH, ["bench"], []),
     ],
