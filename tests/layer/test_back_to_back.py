@@ -7,15 +7,15 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
-import test_batched_experts as by_expert
 import torch
 from markers import backends, more
 from moe_fp8 import reference
+from moe_fp8.call import BatchedInputs
 from moe_fp8.kernels.fused import workspace_bytes
 from moe_fp8.layer import make_call
 from moe_fp8.reference import calc_diff
 from moe_fp8.shape import Form, MoeShape
-from problems import GATHERED, SHAPE, TOLERANCE, fused_output, inputs_of
+from problems import FP8, GATHERED, SHAPE, TOLERANCE, fp8, fused_output, inputs_of
 from problems import HOPPER as CONFIGS
 from ptxemu.engine import DEPENDENTS
 from ptxemu.testing import replace
@@ -30,15 +30,33 @@ class Call(NamedTuple):
     form: Form
 
 
+BY_EXPERT = MoeShape(5, 5, 384, 256, 1, 1, 1, "given")
+
+
 def call_by_expert(rows: int, tokens: torch.dtype) -> Call:
-    inputs = by_expert.inputs_of(tokens, rows, [3, 0, rows, 1, 8])
-    return Call(inputs, by_expert.SHAPE, by_expert.form_of(inputs))
+    """Return a call with NaN in the places beyond the counts."""
+    torch.manual_seed(rows)
+    e, h, i = BY_EXPERT.num_local_experts, BY_EXPERT.hidden_size, BY_EXPERT.intermediate_size
+    counts = torch.tensor([3, 0, rows, 1, 8], dtype=torch.int32)
+    beyond = torch.arange(rows) >= counts.unsqueeze(1)
+    x, x_scale = torch.randn(e, rows, h).bfloat16(), None
+    if tokens is FP8:
+        x, x_scale = fp8(e, rows, h), torch.randn(e, rows, h // 128)
+        x.view(torch.uint8)[beyond], x_scale[beyond] = 0x7F, torch.nan
+    else:
+        x[beyond] = torch.nan
+    inputs = BatchedInputs(
+        counts, rows, x, x_scale,
+        fp8(e, 2 * i, h), torch.randn(e, 2 * i // 128, h // 128),
+        fp8(e, h, i), torch.randn(e, h // 128, i // 128),
+    )  # fmt: skip
+    return Call(inputs, BY_EXPERT, Form(torch.int32, None, tokens, batched=True))
 
 
 LAYERS: dict[str, Callable[[int], Call]] = {
     "routed": lambda tokens: Call(inputs_of(tokens, 4), SHAPE, Form()),
     "given": lambda tokens: Call(*calls(tokens)[KINDS[0]]),
-    "by expert": lambda rows: call_by_expert(rows, torch.float8_e4m3fn),
+    "by expert": lambda rows: call_by_expert(rows, FP8),
     "by expert, bf16": lambda rows: call_by_expert(rows, torch.bfloat16),
 }
 """Each layer's call of a number of tokens, or of rows of each expert."""
