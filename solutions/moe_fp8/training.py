@@ -132,12 +132,6 @@ class _Experts(torch.autograd.Function):
         return None, d_weights, d_x, *7 * (None,), *d_masters, None, None
 
 
-def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 values in BF16, and what they lose by it, in BF16. Overwrites them."""
-    rounded = values.to(BF16)
-    return rounded, values.sub_(rounded).to(BF16)
-
-
 def _gradients(*arguments: Any) -> list[torch.Tensor]:
     """Return the gradients of x, routing weights, w13 and w2, but only the wanted ones."""
     *values, d_out, wanted = arguments
@@ -146,8 +140,9 @@ def _gradients(*arguments: Any) -> list[torch.Tensor]:
     gate_first, _, *numbers, ue8m0 = options
     swiglu, top_k = Swiglu(*numbers), ids.shape[1]
     q, scale = quantise_rows(x, ue8m0)
-    tokens, lost_x = _split(q.float() * scale.t().repeat_interleave(BLOCK, 1))
-    b13, lost13 = _split(dequantised(w13, w13_scale))
+    exact_x = q.float() * scale.t().repeat_interleave(BLOCK, 1)  # (T, H)
+    exact13 = dequantised(w13, w13_scale)  # (local, 2 I, H)
+    b13 = exact13.to(BF16)
     # expert, pair, token: (P,), P = T * top_k, sorted by expert, other ranks' pairs last. Pair
     # t * top_k + k is slot k of token t.
     expert, pair = local_experts(inputs, len(w13)).flatten().sort(stable=True)
@@ -155,14 +150,18 @@ def _gradients(*arguments: Any) -> list[torch.Tensor]:
     token = pair // top_k
     # (local,) i32: the end of each expert's pairs
     ends = torch.searchsorted(expert, experts_here, right=True, out_int32=True)
-    a = tokens[token]  # (P, H)
-    correction: torch.Tensor | float = 0.0
+    rounded = exact_x.to(BF16)
+    a = rounded[token]  # (P, H)
+    correction = None
     if swiglu.limit is not None:
         # Rounding loses more than the limit from projections far above it. Values have gradients
         # only within the limit, so the sums must tell exactly which these are.
-        lost = grouped_mm(lost_x[token], b13.mT, offs=ends)
-        correction = grouped_mm(a, lost13.mT, offs=ends).float() + lost
-    del lost13
+        lost_x = exact_x.sub_(rounded).to(BF16)[token]
+        lost13 = exact13.sub_(b13).to(BF16)
+        correction = grouped_mm(a, lost13.mT, offs=ends).float()
+        correction += grouped_mm(lost_x, b13.mT, offs=ends)
+        del lost13
+    del exact13  # must come before the copies of w2, or the backward pass takes more memory
     leaves = (
         a,
         weights.flatten()[pair],  # (P,)
@@ -173,8 +172,8 @@ def _gradients(*arguments: Any) -> list[torch.Tensor]:
         leaf.requires_grad_(is_wanted)
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         _, weight, _, b2 = leaves
-        sums = grouped_mm(a, b13.mT, offs=ends).float() + correction
-        halves = sums.chunk(2, dim=1)
+        sums = grouped_mm(a, b13.mT, offs=ends).float()
+        halves = (sums if correction is None else sums + correction).chunk(2, dim=1)
         gate, up = halves if gate_first else halves[::-1]
         middle = activated(gate, up, swiglu).to(BF16)
         y = grouped_mm(middle, b2.mT, offs=ends).float() * weight.unsqueeze(1)
