@@ -96,7 +96,7 @@ def test_every_packed_solution_is_found(tmp_path: Path, monkeypatch) -> None:
 
 @needs_bench
 def test_the_repository_is_valid_and_has_a_ranking(tmp_path: Path) -> None:
-    """With the tensors and a record's traces."""
+    """Make the tensors and copy a record's traces first."""
     clone = Clone(tmp_path)
     clone.make()
     checks = "layout,definition,workload,solution,trace,baseline"

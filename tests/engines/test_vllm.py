@@ -285,7 +285,7 @@ def test_batched(problem, quantised):
 
 @pytest.mark.parametrize("kind", ["VllmExperts", "VllmBatchedExperts"])
 def test_a_model_that_reduces_the_rows_of_gemm2_itself_is_refused(kind, problem, quantised):
-    """As Muse Spark does: it normalises each row before the sum."""
+    """Muse Spark normalises each row before the sum."""
     weights, x, logits, bias = problem
     topk_weights, ids = grouped_topk(x, logits, bias)
     batched_format = kind == "VllmBatchedExperts"

@@ -46,7 +46,7 @@ def test_the_first_gemm_has_the_machine_code_of_v1(n, k, monkeypatch, tmp_path) 
     ("was", "instead"), [("", ""), ("BFloat16(acc[v])", "BFloat16(2 * acc[v])")]
 )
 def test_the_file_alone_checks_its_result(backend, was, instead, tmp_path) -> None:
-    """It needs nothing beside it, and says so if a kernel computes something else."""
+    """The file needs nothing beside it, and fails if a kernel computes something else."""
     text = PATH.read_text("utf-8")
     assert "moe_fp8" not in text and was in text
     (tmp_path / "mailed.py").write_text(text.replace(was, instead) if was else text)

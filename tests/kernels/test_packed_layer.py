@@ -69,7 +69,7 @@ def test_packed_weights_give_the_bits_of_fp8_weights(name, span, tokens, mode, e
 
 @pytest.mark.parametrize(("tokens", "offset"), [(2, 0), *more((9, 18), (9, 30))])
 def test_solutions_give_the_bits_of_each_other(tokens, offset, emulator):
-    """On the weights of a checkpoint. Experts that no token chose are not even prepared."""
+    """Use the weights of a checkpoint. Experts that no token chose are not even prepared."""
     a = arguments(tokens, offset)
     a["topk_ids"][0, 0] = offset + 1 if offset < 24 else 0
     outputs = []

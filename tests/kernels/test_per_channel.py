@@ -104,7 +104,7 @@ def test_the_kernels_bits_of_multiplied_weights(target, name, terms, emulator, m
 
 
 def test_scales_as_the_compiled_function_takes_them():
-    """Of channels `[E, N]` or `[E, N, 1]` as a column, exponents as bytes, others as they are."""
+    """Scales of channels become a column, exponents bytes; others stay as they are."""
     scales = torch.rand(3, 256)
     view = view_of_scales(Form(per_channel=True))
     assert view is not None

@@ -44,7 +44,7 @@ def test_allocates_or_writes_a_given_output(tokens, accurate):
 
 
 def test_the_defaults_are_those_of_fused_and_hifi():
-    """At the definition's geometry."""
+    """Compare at the definition's geometry."""
     inputs = MoeInputs(
         torch.empty(1, 256), torch.empty(256, dtype=torch.bfloat16),
         torch.empty(1, 7168, dtype=torch.float8_e4m3fn), torch.empty(56, 1),

@@ -130,7 +130,7 @@ def test_export(layer, strict):
 
 @LAYERS
 def test_compiled_without_a_break(layer):
-    """For any number of tokens, and with an output as argument."""
+    """Compile for any number of tokens, and with an output as argument."""
     compiled = torch.compile(
         lambda inputs: layer(inputs) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
     )

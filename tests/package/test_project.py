@@ -1,4 +1,4 @@
-"""What pyproject.toml, the changelog, CI, pre-commit and the API page say in common."""
+"""Check what pyproject.toml, the changelog, CI, pre-commit and the API page have in common."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_the_checkers_have_one_version() -> None:
 
 
 def test_the_api_page_has_every_public_function_and_no_other() -> None:
-    """By the module that defines it: a heading shows the name alone."""
+    """Name each by its module: a heading shows the name alone."""
     page = (ROOT / "docs" / "api" / "index.md").read_text("utf-8")
     described = re.findall(r"^::: (.+)$", page, re.MULTILINE)
     public = [f"moe_fp8.{module}.{name}" for name, module in PUBLIC.items()]

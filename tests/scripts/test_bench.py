@@ -156,7 +156,7 @@ def on_cpu(monkeypatch, tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def gpu(on_cpu, monkeypatch) -> Iterator[Bench]:
-    """On a machine that seems to have an H200, in a program that both signals interrupt."""
+    """Make the machine seem to have an H200, in a program that both signals interrupt."""
     before = [signal.signal(each, program.interrupt) for each in ENDING]
     h200 = machine.Machine((9, 0), machine.installed_version)
     monkeypatch.setattr(program, "interrupted_by", signal.SIGINT)

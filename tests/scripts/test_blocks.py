@@ -71,7 +71,7 @@ CHECKS = pages.Block(lambda recorded: tables.ranking_tables(recorded.main))
 
 @pytest.mark.parametrize("step", ["v1", "v2", "v3", "flat", "fused", "fused_hifi"])
 def test_the_ladder_says_what_the_record_does(step: str, recorded: Recorded) -> None:
-    """Its page, and each step's docstring, which also goes into the packed solution."""
+    """Check its page and each step's docstring, which also goes into the packed solution."""
     (row,) = recorded.main.summary.query(f"solution == '{PREFIX}{step}'").itertuples()
     call_ms, gpu_ms = f"{row.harness_mean_ms:.2f}", f"{row.device_mean_ms:.2f}"
     (file,) = LADDER.glob(f"v*_{step}.py" if step[0] == "f" else f"{step}_*.py")
@@ -82,7 +82,7 @@ def test_the_ladder_says_what_the_record_does(step: str, recorded: Recorded) -> 
 
 
 def test_the_ladder_says_where_v3_is_slower_than_v2(recorded: Recorded) -> None:
-    """Its GEMMs alone, the sum of its kernels' times, and flat as a graph, in us."""
+    """Compare its GEMMs alone, the sum of its kernels' times, and flat as a graph, in us."""
     text = " ".join((LADDER / "README.md").read_text("utf-8").split())
     (of_v3,) = re.findall(r"^\| v3 .*", pages.block("ladder", recorded, ROOT)[0], re.M)
     ratios = re.findall(r"\((0\.\d+x)\)", of_v3)
@@ -301,7 +301,7 @@ def test_folded_tables_are_in_the_html_page_alone(name: str, recorded: Recorded)
 
 
 def test_tables_of_the_pages_have_at_most_seven_columns() -> None:
-    """What nobody looks up is in the HTML page and in rows.jsonl."""
+    """The HTML page and rows.jsonl have the other columns."""
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         lines = page.read_text(encoding="utf-8").splitlines()
         rules = [line for line in lines if re.fullmatch(r"[|: -]+", line) and "|" in line]

@@ -184,7 +184,7 @@ def runs(tmp_path: Path, monkeypatch) -> dict[str, Path]:
 
 
 def test_a_gpu_means_its_latest_run_or_record(runs: dict[str, Path], tmp_path: Path) -> None:
-    """By its whole name, or by all its words."""
+    """Name it whole, or by all its words."""
     for gpu, place in (
         ("nvidia h200", "results/h200/now"),
         ("h200 nvl", "runs/nvl"),

@@ -1,4 +1,4 @@
-"""This repository as flashinfer-bench's own programs take it, on a fresh clone."""
+"""Run flashinfer-bench's own programs on a fresh clone of this repository."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_the_page_names_both_tolerances() -> None:
 
 @backends("gpu")
 def test_on_a_gpu_two_solutions_pass_a_workload(clone: Clone, tmp_path: Path) -> None:
-    """By default fused_hifi alone passes, with the page's tolerance both."""
+    """fused_hifi alone passes by default, both pass with the page's tolerance."""
     for folder in ("definitions", "solutions", "blob"):
         (tmp_path / folder).symlink_to(clone.root / folder)
     workloads = clone.root / f"workloads/moe/{DEFINITION}.jsonl"

@@ -352,7 +352,7 @@ def test_sigterm_ends_the_tests_as_ctrl_c_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_ci_ends_with_the_status_of_the_tests(status: int, tmp_path: Path) -> None:
-    """In an environment of its own, of the first Python that there is and that can make one."""
+    """CI makes an environment of the first Python that there is and that can make one."""
     ci = tmp_path / "checkout" / ".ci" / "run"
     ci.parent.mkdir(parents=True)
     ci.write_bytes((ROOT / ".ci" / "run").read_bytes())
@@ -439,7 +439,7 @@ def imported(path: Path, in_all: bool) -> set[str]:
 
 
 def test_no_module_of_the_programs_imports_one_that_imports_it() -> None:
-    """In functions and for types neither. What all programs share imports nothing of theirs."""
+    """Count imports in functions and for types, too. scripts/common imports no program."""
     paths = [*(ROOT / "scripts").rglob("*.py")]
     modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
     graph = {name: imported(path, in_all=True) & {*modules} for name, path in modules.items()}

@@ -601,7 +601,7 @@ def test_the_check_of_a_layer_unpacks_mxfp4(monkeypatch):
 
 
 def test_memory_is_reported_while_a_model_is_loaded_and_after(tmp_path, monkeypatch):
-    """By each rank; the rows have the largest."""
+    """Each rank reports; the rows have the largest."""
     monkeypatch.setenv(engines.DIRECTORY, str(tmp_path))
     gib = {"max": 0, "now": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -751,7 +751,7 @@ def of_decode(gain: float, size: int = 1, spread: float = 0.01, **case: Any) -> 
 
 
 def test_a_size_whose_repeats_spread_too_far_does_not_count():
-    """With fewer than half of the sizes left there is no gain."""
+    """There is no gain if fewer than half of the sizes are left."""
     noisy, quiet, quieter = of_decode(9.0, 1, 0.2), of_decode(1.2, 2, 0.15), of_decode(1.4, 4)
     for rows, cell, mean in (
         (noisy + quiet + quieter, "1.20 to 1.40x", "1.30x"),

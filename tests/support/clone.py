@@ -55,7 +55,7 @@ def copy_files(root: Path) -> None:
 
 
 class Clone:
-    """Its directory, and a shell in it."""
+    """A clone's directory, and a shell in it."""
 
     def __init__(self, place: Path):
         self.place, self.root = place, place / "clone"
