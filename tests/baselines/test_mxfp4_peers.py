@@ -14,7 +14,7 @@ import torch
 from moe_fp8.baselines import humming_moe, marlin_moe, supported
 from moe_fp8.four_bits.weights import signature
 from moe_fp8.ladder.adapter import run_of
-from moe_fp8.shape import MoeShape
+from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from triton_interpreter import DEVICE, interpreter_that_rounds
 
 from scripts.common import packer
@@ -171,6 +171,34 @@ def test_sorted_pairs_fill_tiles_of_their_expert(tiles, tokens, offset) -> None:
             chosen = (flat == expert + offset).nonzero()[:, 0].tolist()
             padding = -len(chosen) % tile
             assert mine == chosen + padding * [pairs], "in the order of the tokens, padding last"
+
+
+@pytest.mark.parametrize(
+    ("packed", "tokens", "layout", "tile", "stream_k"),
+    [
+        (False, 1, humming_moe.INDEXED, (8, 256), True),
+        (False, 16, humming_moe.INDEXED, (8, 128), False),
+        (False, 901, humming_moe.INDEXED, (8, 256), True),
+        (False, 4096, humming_moe.GROUPED, (8, 256), False),
+        (False, 16384, humming_moe.INDEXED, (8, 256), True),
+        (True, 1, humming_moe.INDEXED, (8, 128), False),
+        (True, 2048, humming_moe.INDEXED, (64, 256), False),
+        (True, 4096, humming_moe.INDEXED, (8, 256), True),
+    ],
+)
+def test_humming_runs_faster_kernels_than_the_heuristics(
+    packed, tokens, layout, tile, stream_k, monkeypatch
+) -> None:
+    chosen = {"block_shape": (8, 256, 128), "warp_shape": (8, 32, 128), "use_stream_k": True}
+    monkeypatch.setattr(humming_moe, "tuning", lambda *arguments: dict(chosen))
+    shape = MoeShape(256, 256, 4096, 2048, 1, 1, 6, "given") if packed else DEEPSEEK_V3
+    layer = humming_moe.HummingLayer(shape)
+    layer.configs = [None, None]
+    plan = layer.plan(tokens, DEVICE)
+    assert plan.layout == layout and plan.tiles == (tile[0], tile[0])
+    for text in plan.tunings:
+        options = json.loads(text)
+        assert options["block_shape"] == [*tile, 128] and options["use_stream_k"] == stream_k
 
 
 @pytest.mark.parametrize("gate_first", [True, False])

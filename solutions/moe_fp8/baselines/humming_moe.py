@@ -6,7 +6,7 @@ the rows themselves. For the layout `grouped_contiguous`, vLLM's with expert par
 are copied to the rows before. MXFP4 weights become FP8 in registers. Its `process_input` quantises
 bfloat16 tokens in blocks of 128, and between the GEMMs clamps, activates and quantises. Triton
 kernels route, sort the pairs by expert (`triton_pairs`), and combine the rows (`triton_stages`).
-The tiles are those of Humming's heuristic for the number of pairs.
+The tiles are those of Humming's heuristic for the number of pairs, or faster ones (`FASTER`).
 
 Its `prepare_and_transform_humming_tensors` re-orders weights when a call brings others than the
 last one (`four_bits.weights.Prepared`), which takes no part in the ranking. The time by
@@ -43,11 +43,39 @@ REQUIREMENT = "humming-kernels>=0.1.20"
 
 INDEXED = "indexed"
 GROUPED = "grouped_contiguous"
+GROUPED_FROM, GROUPED_BELOW = 60, 400
+"""Pairs of a local expert, expected, from which on and below which FP8 rows are grouped."""
 LOCKS = 2048
 """Number of int32 that Humming's own layer allocates for stream-K."""
 MANY_WAVES = 2
 """Waves of pairs, one a multiprocessor, above which a rank's activation skips pairs of others, as
 vLLM does."""
+
+
+def tile(rows: int, columns: int, ctas: int, **options: Any) -> dict[str, Any]:
+    """Return a kernel's options: a tile of tokens by weight rows, CTAs of a multiprocessor."""
+    shapes = {"block_shape": (rows, columns, 128), "warp_shape": (rows, columns // 8, 128)}
+    return {**shapes, "num_ctas_per_sm": ctas, "use_stream_k": False, **options}
+
+
+class Faster(NamedTuple):
+    """Options of a kernel that Humming's tuner samples, and that is faster than its heuristic's."""
+
+    packed: bool
+    layout: str
+    least: float  # expected pairs of a local expert, from `least` on and below `below`
+    below: float
+    options: dict[str, Any]
+
+
+FASTER = (
+    Faster(False, INDEXED, 0.3, 1, tile(8, 128, ctas=2)),
+    Faster(False, GROUPED, 90, 400, {"use_stream_k": False}),
+    Faster(True, INDEXED, 0, 0.045, tile(8, 128, ctas=2)),
+    Faster(True, INDEXED, 4.5, 9, tile(16, 256, ctas=2)),
+    Faster(True, INDEXED, 42, 72, tile(64, 256, ctas=1, wgmma_use_late_as=True)),
+)
+"""Measured on an H200 (docs/notes/baselines.md)."""
 
 
 def activation(limit: float | None, gate_first: bool) -> dict[str, Any]:
@@ -197,14 +225,19 @@ class HummingLayer:
         return max(1, math.ceil(tokens * self.shape.top_k * share))
 
     def layout(self, tokens: int) -> str:
-        """Return the layout of the rows."""
-        return INDEXED
+        """Return the layout that is faster for a number of tokens."""
+        each = self.expected_pairs(tokens) / self.shape.num_local_experts
+        return GROUPED if not self.packed and GROUPED_FROM <= each < GROUPED_BELOW else INDEXED
 
     def plan(self, tokens: int, device: torch.device) -> Plan:
-        """Return the layout, and the heuristic's tunings of both GEMMs."""
+        """Return the layout, and the tunings of both GEMMs: the heuristic's or faster ones."""
         if tokens not in self.plans:
             layout, pairs = self.layout(tokens), self.expected_pairs(tokens)
             first, second = (tuning(config, layout, pairs, device) for config in self.configs)
+            each = pairs / self.shape.num_local_experts
+            for packed, of, least, below, options in FASTER:
+                if (packed, of) == (self.packed, layout) and least <= each < below:
+                    first, second = first | options, second | options
             tiles = first["block_shape"][0], second["block_shape"][0]
             self.plans[tokens] = Plan(layout, tiles, (json.dumps(first), json.dumps(second)))
         return self.plans[tokens]
