@@ -177,8 +177,10 @@ def test_sorted_pairs_fill_tiles_of_their_expert(tiles, tokens, offset) -> None:
     ("packed", "tokens", "layout", "tile", "stream_k"),
     [
         (False, 1, humming_moe.INDEXED, (8, 256), True),
-        (False, 16, humming_moe.INDEXED, (8, 128), False),
+        (False, 16, humming_moe.INDEXED, (8, 256), False),
         (False, 901, humming_moe.INDEXED, (8, 256), True),
+        (False, 2048, humming_moe.GROUPED, (8, 256), True),
+        (False, 3000, humming_moe.INDEXED, (64, 256), False),
         (False, 4096, humming_moe.GROUPED, (8, 256), False),
         (False, 16384, humming_moe.INDEXED, (8, 256), True),
         (True, 1, humming_moe.INDEXED, (8, 128), False),

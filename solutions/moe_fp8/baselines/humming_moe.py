@@ -43,8 +43,6 @@ REQUIREMENT = "humming-kernels>=0.1.20"
 
 INDEXED = "indexed"
 GROUPED = "grouped_contiguous"
-GROUPED_FROM, GROUPED_BELOW = 60, 400
-"""Pairs of a local expert, expected, from which on and below which FP8 rows are grouped."""
 LOCKS = 2048
 """Number of int32 that Humming's own layer allocates for stream-K."""
 MANY_WAVES = 2
@@ -59,23 +57,27 @@ def tile(rows: int, columns: int, ctas: int, **options: Any) -> dict[str, Any]:
 
 
 class Faster(NamedTuple):
-    """Options of a kernel that Humming's tuner samples, and that is faster than its heuristic's."""
+    """Where another layout than `indexed`, or other options than the heuristic's are faster."""
 
     packed: bool
-    layout: str
     least: float  # expected pairs of a local expert, from `least` on and below `below`
     below: float
+    layout: str
     options: dict[str, Any]
 
 
 FASTER = (
-    Faster(False, INDEXED, 0.3, 1, tile(8, 128, ctas=2)),
-    Faster(False, GROUPED, 90, 400, {"use_stream_k": False}),
-    Faster(True, INDEXED, 0, 0.045, tile(8, 128, ctas=2)),
-    Faster(True, INDEXED, 4.5, 9, tile(16, 256, ctas=2)),
-    Faster(True, INDEXED, 42, 72, tile(64, 256, ctas=1, wgmma_use_late_as=True)),
+    Faster(False, 0.2, 2.3, INDEXED, {"use_stream_k": False}),
+    Faster(False, 42, 60, INDEXED, tile(64, 256, ctas=1)),
+    Faster(False, 60, 75, GROUPED, {}),
+    Faster(False, 75, 110, INDEXED, tile(64, 256, ctas=1)),
+    Faster(False, 110, 150, GROUPED, {"use_stream_k": False}),
+    Faster(False, 350, 400, GROUPED, {}),
+    Faster(True, 0, 0.045, INDEXED, tile(8, 128, ctas=2)),
+    Faster(True, 4.5, 9, INDEXED, tile(16, 256, ctas=2)),
+    Faster(True, 42, 72, INDEXED, tile(64, 256, ctas=1, wgmma_use_late_as=True)),
 )
-"""Measured on an H200 (docs/notes/baselines.md)."""
+"""Of the kernels that Humming's tuner samples, measured on an H200 (docs/notes/baselines.md)."""
 
 
 def activation(limit: float | None, gate_first: bool) -> dict[str, Any]:
@@ -224,20 +226,18 @@ class HummingLayer:
         share = self.shape.num_local_experts / self.shape.num_experts
         return max(1, math.ceil(tokens * self.shape.top_k * share))
 
-    def layout(self, tokens: int) -> str:
-        """Return the layout that is faster for a number of tokens."""
-        each = self.expected_pairs(tokens) / self.shape.num_local_experts
-        return GROUPED if not self.packed and GROUPED_FROM <= each < GROUPED_BELOW else INDEXED
-
     def plan(self, tokens: int, device: torch.device) -> Plan:
         """Return the layout, and the tunings of both GEMMs: the heuristic's or faster ones."""
         if tokens not in self.plans:
-            layout, pairs = self.layout(tokens), self.expected_pairs(tokens)
-            first, second = (tuning(config, layout, pairs, device) for config in self.configs)
+            pairs = self.expected_pairs(tokens)
             each = pairs / self.shape.num_local_experts
-            for packed, of, least, below, options in FASTER:
-                if (packed, of) == (self.packed, layout) and least <= each < below:
-                    first, second = first | options, second | options
+            layout, options = INDEXED, {}
+            for faster in FASTER:
+                if faster.packed == self.packed and faster.least <= each < faster.below:
+                    layout, options = faster.layout, faster.options
+            first, second = (
+                tuning(config, layout, pairs, device) | options for config in self.configs
+            )
             tiles = first["block_shape"][0], second["block_shape"][0]
             self.plans[tokens] = Plan(layout, tiles, (json.dumps(first), json.dumps(second)))
         return self.plans[tokens]
