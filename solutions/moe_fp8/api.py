@@ -494,7 +494,10 @@ dimensions or is nested."""
 
 
 class LayerKey(NamedTuple):
-    """The options, sizes, types and layouts of a call. Calls with equal ones share a layer."""
+    """The options, sizes, types and layouts of a call. Calls with equal ones share a layer.
+
+    A call makes it by place: keywords take 0.4 to 0.7 us more.
+    """
 
     gate_first: Any
     accurate: Any
