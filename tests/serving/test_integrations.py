@@ -55,6 +55,36 @@ def test_off_unless_it_is_asked_for(plugin, variable, monkeypatch, caplog):
         plugin.register()
 
 
+def test_ranks_with_other_switches_are_refused(monkeypatch) -> None:
+    """Four ranks, of which one or two have told theirs."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    assert fake_pg  # it registers the backend
+    for variable in (plugins.VLLM, plugins.MXFP4):
+        monkeypatch.delenv(variable, raising=False)
+    plugins.compare_ranks.cache_clear()
+    plugins.compare_ranks(plugins.VLLM)  # one process
+    plugins.compare_ranks.cache_clear()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("fake", store=store, rank=1, world_size=4)
+    try:
+        monkeypatch.setenv(plugins.VLLM, "1")
+        monkeypatch.setenv(plugins.MXFP4, "exact")
+        plugins.compare_ranks(plugins.VLLM)  # the first rank: it waits for no other
+        told = torch.distributed.distributed_c10d._get_default_store().get("moe_fp8/1")
+        assert told == b"MOE_FP8_VLLM=1 MOE_FP8_MXFP4=exact"
+        torch.distributed.distributed_c10d._get_default_store().set("moe_fp8/0", told)
+        plugins.compare_ranks.cache_clear()
+        plugins.compare_ranks(plugins.VLLM)  # equal ones
+        monkeypatch.setenv(plugins.MXFP4, "lossy")
+        plugins.compare_ranks.cache_clear()
+        wrong = "rank 1 has MOE_FP8_VLLM=1 MOE_FP8_MXFP4=lossy, rank 0 has MOE_FP8_VLLM=1 .*=exact"
+        with pytest.raises(ValueError, match=wrong):
+            plugins.compare_ranks(plugins.VLLM)
+    finally:
+        torch.distributed.destroy_process_group()
+        plugins.compare_ranks.cache_clear()
+
+
 @pytest.mark.parametrize(("engine", "group"), GROUPS.items())
 def test_the_entry_points(engine, group):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

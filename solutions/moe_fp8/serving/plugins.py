@@ -1,5 +1,6 @@
 """The common part of the plugins: switches, and checks of the engine, the machine and the layer."""
 
+import functools
 import importlib.metadata
 import inspect
 import os
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..kernels.architectures import ARCHITECTURES, HOPPER
 from ..shape import MoeShape, Swiglu
@@ -68,6 +70,29 @@ def mxfp4_mode() -> str:
 def accurate(variable: str) -> bool:
     """Return True if a variable asks for two FP8 terms between the layer's GEMMs."""
     return os.environ.get(variable) == ACCURATE
+
+
+@functools.cache  # once in a process
+def compare_ranks(variable: str) -> None:
+    """Tell the other ranks our switches, by the store where they met, before a layer is served.
+
+    A rank whose plugin is off tells nothing.
+
+    Raises:
+        ValueError: another rank has told other switches.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    mine = " ".join(f"{name}={os.environ.get(name, '')}" for name in (variable, MXFP4))
+    store.set(f"moe_fp8/{rank}", mine)
+    for other in range(dist.get_world_size()):
+        key = f"moe_fp8/{other}"
+        if store.check([key]) and (theirs := store.get(key).decode()) != mine:
+            raise ValueError(
+                f"moe_fp8: rank {rank} has {mine}, rank {other} has {theirs}: set the same "
+                "variables for all ranks"
+            )
 
 
 def why_off(package: str, tried: str, attach: Callable[[], list[str]]) -> str:

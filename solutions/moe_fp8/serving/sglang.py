@@ -29,6 +29,7 @@ from .plugins import (
     Needed,
     accurate,
     asked_for,
+    compare_ranks,
     describe_layers,
     in_words,
     lacking,
@@ -320,6 +321,7 @@ def log_decision(layers: str, why: str) -> None:
     if why:
         log_once(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
     else:
+        compare_ranks(SGLANG)
         log_once(logging.INFO, f"moe_fp8 serves {layers}")
 
 

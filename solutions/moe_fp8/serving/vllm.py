@@ -22,6 +22,7 @@ from .plugins import (
     VLLM,
     Needed,
     asked_for,
+    compare_ranks,
     describe_layers,
     in_words,
     lacking,
@@ -139,7 +140,11 @@ class Selection:
         self.warn = getattr(logger, "warning_once", logger.warning)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Return the backend and the class that runs a layer. The parameters are vLLM's."""
+        """Return the backend and the class that runs a layer. The parameters are vLLM's.
+
+        Raises:
+            ValueError: ranks have different switches.
+        """
         layers, chosen = "a layer", None
         try:
             call = inspect.signature(self.original).bind(*arguments, **named).arguments
@@ -156,5 +161,6 @@ class Selection:
         if chosen is None:
             self.warn("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
             return self.original(*arguments, **named)
+        compare_ranks(VLLM)
         self.say("moe_fp8 serves %s", layers)
         return self.backend, chosen

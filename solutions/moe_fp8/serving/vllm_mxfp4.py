@@ -13,7 +13,16 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.utils import replace_parameter
 
 from .packed import COPIES, convert
-from .plugins import BLOCK_SHAPE, EXACT, MXFP4, describe_layers, in_words, mxfp4_mode
+from .plugins import (
+    BLOCK_SHAPE,
+    EXACT,
+    MXFP4,
+    VLLM,
+    compare_ranks,
+    describe_layers,
+    in_words,
+    mxfp4_mode,
+)
 from .vllm_experts import VllmExperts, choose, sizes, unknown_formats
 
 METHODS = ("Mxfp4MoEMethod", "GptOssMxfp4MoEMethod")
@@ -59,7 +68,8 @@ def wrap(original: Any, say: Any, warn: Any) -> Any:
 
     Raises:
         ValueError: the weights of a served layer were reloaded, and the new ones are not served.
-            The captured graphs run our kernels, so vLLM's cannot take over.
+            The captured graphs run our kernels, so vLLM's cannot take over. Or ranks have different
+            switches.
     """
 
     @functools.wraps(original)
@@ -76,6 +86,7 @@ def wrap(original: Any, say: Any, warn: Any) -> Any:
             warn("moe_fp8 does not serve %s: %s; vLLM's kernel does", layers, why)
             original(self, layer)
         else:
+            compare_ranks(VLLM)
             torch.accelerator.empty_cache()  # the loaded weights' memory
             form = "packed" if layer.w13_weight.dtype is torch.uint8 else "rounded to FP8"
             say("moe_fp8 serves %s, in MXFP4, %s", layers, form)
