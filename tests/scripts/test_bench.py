@@ -40,6 +40,7 @@ from scripts.publishing import rankings
 from scripts.publishing.rows import read_results
 
 DIED = "worker died: out of memory"
+LOST = "Baseline handle not found"  # as flashinfer-bench writes it
 NO_COMPILER = "it needs a C++17 compiler"
 LOAD_WITH_OURS = cases.load_with_ours
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
@@ -48,8 +49,9 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 class FakeBenchmark:
     """A stand-in for flashinfer-bench's `Benchmark`, which reads the trace set at run_all.
 
-    A solution's name tells how it ends: `fails`, `lost` (`lost n`: in the n-th call), `silent`, and
-    `exits`, like a reference, which flashinfer-bench runs in this process.
+    A solution's name tells how it ends: `fails`, `lost` (`lost n`: in the n-th call), `silent`,
+    `exits`, like a reference, which flashinfer-bench runs in this process, and `ends`, which ends
+    the worker process: the second solution after it and later ones fail.
     """
 
     def __init__(self, bench: "Bench", trace_set: TraceSet, config: BenchmarkConfig):
@@ -64,6 +66,7 @@ class FakeBenchmark:
         self.calls += 1
         ((trace,),) = self.trace_set.workloads.values()
         traces, shared = [], evaluation("PASSED").environment
+        since_end = -math.inf  # solutions since the worker's end
         for s in self.trace_set.solutions[DEFINITION]:
             if s.name == "exits":
                 sys.exit(0)
@@ -71,7 +74,11 @@ class FakeBenchmark:
                 logging.getLogger("flashinfer_bench.bench").error(DIED)
             elif s.name != "silent":
                 self.ran.append((trace.workload.axes["seq_len"], s.sources[0].content))
-                result = evaluation("RUNTIME_ERROR" if s.name == "fails" else "PASSED")
+                since_end = 0 if s.name == "ends" else since_end + 1
+                failed = s.name in ("fails", "ends") or since_end > 1
+                result = evaluation("RUNTIME_ERROR" if failed else "PASSED")
+                if since_end > 1:
+                    result = result.model_copy(update={"log": f"Unexpected error: {LOST}: 1f"})
                 result = result.model_copy(update={"environment": shared})
                 traces.append(trace.model_copy(update={"solution": s.name, "evaluation": result}))
         assert "timing" not in shared.libs, "what flashinfer-bench gave is left alone"
@@ -271,6 +278,16 @@ def test_a_workload_that_cannot_be_read_costs_no_other(gpu, tmp_path: Path, cpu)
     for name, (_, reason) in UNREADABLE.items():
         reason = rf"workload {name}: {tmp_path}/{name}: {reason}"
         assert re.search(reason, stderr) and (not cpu or re.match(reason, failed[name])), reason
+
+
+def test_a_solution_that_ends_its_worker_costs_no_other(gpu) -> None:
+    gpu.ours = [solution(name) for name in ("a", "ends", "b", "c", "d")]
+    gpu("--workloads", "1", "7", status=1)
+    passed = {(r.solution, r.tokens) for r in gpu.results() if r.passed}
+    assert passed == {(name, tokens) for name in "abcd" for tokens in (1, 7)}
+    assert len(gpu.results()) == 10, "each pair has one result"
+    (benchmark,) = gpu.benchmarks
+    assert benchmark.calls == 4
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
