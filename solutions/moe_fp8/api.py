@@ -4,9 +4,8 @@ The functions are also custom operators, `torch.ops.moe_fp8.fused_moe`, `.expert
 `.batched_experts`, so that torch.compile keeps the calls in its graph. A copy of the package under
 another name has operators of that name.
 
-`fused_moe` packs its arguments into `MoeInputs`, `Routing` and `Options`; `run_fused_moe` finds the
-layer for their sizes and types and calls it (`layer.FusedLayer`). A call like an earlier one takes
-a shortcut: `_called_again`.
+`fused_moe` packs its arguments into `MoeInputs`; `_run` finds the layer for their sizes and types
+and calls it (`layer.FusedLayer`). A call like an earlier one takes a shortcut: `_called_again`.
 """
 
 import functools
@@ -48,14 +47,6 @@ USUAL_KEYS = {
 """Dispatch keys that torch includes where no mode, tracer or transform looks at calls."""
 NO_KEY = (AttributeError, RuntimeError, TypeError)
 """Exceptions of `_layers_seen`: no tensor, a nested one, an option that cannot be hashed."""
-
-
-class Routing(NamedTuple):
-    """The numbers of DeepSeek-V3's routing."""
-
-    n_group: int
-    topk_group: int
-    top_k: int
 
 
 class Options(NamedTuple):
@@ -182,20 +173,15 @@ def fused_moe(
     if not is_dynamo_compiling():
         try:
             seen = _layers_seen(
-                weights[0].shape, n_group, topk_group, top_k,
-                gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
+                weights[0].shape, n_group, topk_group, top_k, gate_first, accurate,
+                swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
             pass
         if seen and _called_again(seen[0], inputs, hidden_states, output, out is None):
             return output
-    routing = Routing(n_group, topk_group, top_k)
     options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
-    if _is_traced(routing_logits, hidden_states):
-        operators["fused_moe"](*inputs, *routing, *options, output)
-    else:
-        seen[:] = [run_fused_moe(inputs, routing, options, output)]
-    return output
+    return _long_way("fused_moe", inputs, (n_group, topk_group, top_k), options, output, seen)
 
 
 def experts(
@@ -272,19 +258,15 @@ def experts(
     if not is_dynamo_compiling():
         try:
             seen = _layers_seen(
-                weights[0].shape, num_experts, expert_map is None,
-                gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
+                weights[0].shape, num_experts, expert_map is None, gate_first, accurate,
+                swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
             pass
         if seen and _called_again(seen[0], inputs, x, output, out is None):
             return output
     options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
-    if _is_traced(topk_ids, x):
-        operators["experts"](*inputs, num_experts, *options, output)
-    else:
-        seen[:] = [run_experts(inputs, num_experts, options, output)]
-    return output
+    return _long_way("experts", inputs, (num_experts,), options, output, seen)
 
 
 def batched_experts(
@@ -355,19 +337,15 @@ def batched_experts(
     if not is_dynamo_compiling() and type(expected_m) is int and expected_m > 0:
         try:
             seen = _layers_seen(
-                weights[0].shape,
-                gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
+                weights[0].shape, gate_first, accurate,
+                swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0,
             )  # fmt: skip
         except NO_KEY:  # refused by name below
             pass
         if seen and _called_again(seen[0], inputs, x, output, out is None):
             return output
     options = Options(gate_first, accurate, swiglu_limit, swiglu_alpha, swiglu_beta, ue8m0)
-    if _is_traced(num_tokens, x):
-        operators["batched_experts"](*inputs, *options, output)
-    else:
-        seen[:] = [run_batched_experts(inputs, options, output)]
-    return output
+    return _long_way("batched_experts", inputs, (), options, output, seen)
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -412,30 +390,28 @@ def _called_again(layer: FusedLayer, inputs: Inputs, x: Any, out: Any, is_new: b
     return True
 
 
-def run_fused_moe(
-    inputs: MoeInputs, routing: Routing, options: Options, out: torch.Tensor
+def _long_way(
+    name: str, inputs: Inputs, numbers: tuple, options: Options, out: Any, seen: list[FusedLayer]
+) -> torch.Tensor:
+    """Make a call of the public function `name`, through its operator if a tracer must see it.
+    Return `out`, and in `seen` the layer.
+
+    Args:
+        numbers: the arguments that are neither inputs nor options, as in `KINDS`.
+    """
+    if _is_traced(inputs[0], inputs[2]):
+        operators[name](*inputs, *numbers, *options, out)
+    else:
+        seen[:] = [_run(name, inputs, numbers, options, out)]
+    return out
+
+
+def _run(
+    name: str, inputs: Inputs, numbers: tuple, options: Options, out: torch.Tensor
 ) -> FusedLayer:
     """Find the layer for the inputs' sizes and types, and call it; return the layer."""
     refuse_gradients(inputs, out)
-    return _run(moe_layer(inputs, routing, options), inputs, out)
-
-
-def run_experts(
-    inputs: RoutedInputs, num_experts: int | None, options: Options, out: torch.Tensor
-) -> FusedLayer:
-    """Find the layer for the inputs' sizes and types, and call it; return the layer."""
-    refuse_gradients(inputs, out)
-    return _run(experts_layer(inputs, num_experts, options), inputs, out)
-
-
-def run_batched_experts(inputs: BatchedInputs, options: Options, out: torch.Tensor) -> FusedLayer:
-    """Find the layer for the inputs' sizes and types, and call it; return the layer."""
-    refuse_gradients(inputs, out)
-    layer, inputs = batched_layer(inputs, options)
-    return _run(layer, inputs, out)
-
-
-def _run(layer: FusedLayer, inputs: Inputs, out: torch.Tensor) -> FusedLayer:
+    layer, inputs = KINDS[name].layer_of(inputs, numbers, options)
     layer(inputs, out)
     if not out.is_inference():  # autograd does not see what a kernel writes
         increment_version((out,))
@@ -523,8 +499,8 @@ class LayerKey(NamedTuple):
     top_k: Any = 1
 
 
-def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLayer:
-    """Return the layer for the sizes and types of a call of `fused_moe`.
+def moe_layer(inputs: MoeInputs, routing: tuple, options: Options) -> tuple[FusedLayer, MoeInputs]:
+    """Return the layer for the sizes and types of a call of `fused_moe`, and the inputs.
 
     Raises:
         ValueError: a size, a type or an option is wrong; the message names it.
@@ -543,11 +519,15 @@ def moe_layer(inputs: MoeInputs, routing: Routing, options: Options) -> FusedLay
         _refuse_shape(inputs, dims | {"gemm1_weights": "[L, 2 I, H]", "gemm2_weights": "[L, H, I]"})
         _refuse_type(inputs)
         raise
-    return _layer_of(key, inputs)
+    return _layer_of(key, inputs), inputs
 
 
-def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Options) -> FusedLayer:
-    """Return the layer for the sizes and types of a call of `experts`; errors as `moe_layer`."""
+def experts_layer(
+    inputs: RoutedInputs, numbers: tuple[int | None], options: Options
+) -> tuple[FusedLayer, RoutedInputs]:
+    """Return the layer for the sizes and types of a call of `experts`, and the inputs; errors as
+    `moe_layer`."""
+    (num_experts,) = numbers
     ids, _, x, x_scale, w13, w13_scale, w2, _, _, expert_map = inputs
     try:
         (_, top_k), (_, hidden) = ids.shape, x.shape
@@ -570,10 +550,12 @@ def experts_layer(inputs: RoutedInputs, num_experts: int | None, options: Option
         _refuse_shape(inputs, dims if expert_map is None else dims | {"expert_map": "[E]"})
         _refuse_type(inputs)
         raise
-    return _layer_of(key, inputs)
+    return _layer_of(key, inputs), inputs
 
 
-def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, BatchedInputs]:
+def batched_layer(
+    inputs: BatchedInputs, numbers: tuple[()], options: Options
+) -> tuple[FusedLayer, BatchedInputs]:
     """Return the layer for the sizes and types of a call of `batched_experts`, and the inputs with
     `expected_m` as an integer; errors as `moe_layer`."""
     _, expected, x, _, w13, w13_scale, w2, _ = inputs
@@ -596,6 +578,21 @@ def batched_layer(inputs: BatchedInputs, options: Options) -> tuple[FusedLayer, 
         if expected < 1:
             raise ValueError(f"expected_m={expected}: expected a positive integer")
     return _layer_of(key, inputs), inputs._replace(expected_m=expected)
+
+
+class Kind(NamedTuple):
+    """A public function's inputs, numbers and layer."""
+
+    inputs: Any
+    numbers: tuple[str, ...]  # names of the arguments that are neither inputs nor options
+    layer_of: Callable[..., tuple[FusedLayer, Any]]
+
+
+KINDS = {
+    "fused_moe": Kind(MoeInputs, ("n_group", "topk_group", "top_k"), moe_layer),
+    "experts": Kind(RoutedInputs, ("num_experts",), experts_layer),
+    "batched_experts": Kind(BatchedInputs, (), batched_layer),
+}
 
 
 def _sizes(w13: torch.Tensor, w2: torch.Tensor) -> tuple[int, int, int, bool]:
@@ -719,25 +716,16 @@ def call_of(
         raise TypeError(f"expected fused_moe, experts or batched_experts, got {function!r}")
     bound = inspect.signature(function).bind(*arguments, **options)
     bound.apply_defaults()
-    named = dict(bound.arguments)
-    fields = (MoeInputs if function is fused_moe else RoutedInputs)._fields[4:8]
+    named, kind = dict(bound.arguments), KINDS[function.__name__]
+    fields = kind.inputs._fields[4:8]
     if any(type(named[name]) is PackedWeights for name in fields):
         tensors = tensors_of_packed(tuple(named[name] for name in fields), fields)
         named.update(zip(fields, tensors, strict=True))
+    inputs = kind.inputs._make(named[name] for name in kind.inputs._fields)
+    numbers = tuple(named[name] for name in kind.numbers)
     shared = Options._make(named[name] for name in Options._fields)
-    inputs: Inputs
-    if function is fused_moe:
-        inputs = MoeInputs._make(named[name] for name in MoeInputs._fields)
-        routing = Routing._make(named[name] for name in Routing._fields)
-        layer, x = moe_layer(inputs, routing, shared), inputs.hidden_states
-    elif function is experts:
-        inputs = RoutedInputs._make(named[name] for name in RoutedInputs._fields)
-        layer, x = experts_layer(inputs, named["num_experts"], shared), inputs.x
-    else:
-        inputs = BatchedInputs._make(named[name] for name in BatchedInputs._fields)
-        layer, inputs = batched_layer(inputs, shared)
-        x = inputs.x
-    out = _new_output(x) if named["out"] is None else named["out"]
+    layer, inputs = kind.layer_of(inputs, numbers, shared)
+    out = _new_output(inputs[2]) if named["out"] is None else named["out"]
     check_call(inputs, out, layer.shape, layer.form, layer.out_name)
     return layer, inputs, out
 
@@ -750,32 +738,25 @@ TYPES = {
     "local_expert_offset": "SymInt", "routed_scaling_factor": "float", "expert_map": "Tensor?",
     "num_experts": "SymInt?", "expected_m": "SymInt?", "routing_bias": "Tensor?",
     "hidden_states_scale": "Tensor?", "x_scale": "Tensor?",
-    **dict.fromkeys(Routing._fields, "SymInt"),
+    "n_group": "SymInt", "topk_group": "SymInt", "top_k": "SymInt",
     "gate_first": "bool", "accurate": "bool", "swiglu_limit": "float?", "swiglu_alpha": "float",
     "swiglu_beta": "float", "ue8m0": "bool", "out": "Tensor(a!)",
 }  # fmt: skip
 """Types of the operators' parameters; others are `Tensor`."""
 
 
-def _fused_moe_operator(*arguments: Any) -> None:
-    inputs, rest = MoeInputs._make(arguments[:10]), arguments[10:]
-    run_fused_moe(inputs, Routing._make(rest[:3]), Options._make(rest[3:9]), rest[9])
-
-
-def _experts_operator(*arguments: Any) -> None:
-    inputs, num_experts, rest = RoutedInputs._make(arguments[:10]), arguments[10], arguments[11:]
-    run_experts(inputs, num_experts, Options._make(rest[:6]), rest[6])
-
-
-def _batched_operator(*arguments: Any) -> None:
-    inputs, rest = BatchedInputs._make(arguments[:8]), arguments[8:]
-    run_batched_experts(inputs, Options._make(rest[:6]), rest[6])
-
-
-def _register(name: str, inputs: Any, run: Callable[..., None], *more: str) -> Any:
+def _register(name: str) -> Any:
     """Return the operator of this name. Register it, unless the module is reloaded."""
+    kind = KINDS[name]
+    num_inputs = len(kind.inputs._fields)
+
+    def run(*arguments: Any) -> None:
+        inputs, rest = kind.inputs._make(arguments[:num_inputs]), arguments[num_inputs:]
+        numbers, options = rest[: len(kind.numbers)], rest[len(kind.numbers) : -1]
+        _run(name, inputs, numbers, Options._make(options), rest[-1])
+
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
-        parameters = (*inputs._fields, *more, *Options._fields, "out")
+        parameters = (*kind.inputs._fields, *kind.numbers, *Options._fields, "out")
         schema = ", ".join(
             f"{TYPES.get(parameter, 'Tensor')} {parameter}" for parameter in parameters
         )
@@ -786,16 +767,11 @@ def _register(name: str, inputs: Any, run: Callable[..., None], *more: str) -> A
         torch.library.define(operator, f"({schema}) -> ()", tags=tags)
         torch.library.impl(operator, ("cpu", "cuda"), run)
         # The output is an argument, so a traced call has only gradients to check.
-        num_inputs = len(inputs._fields)
         torch.library.register_fake(
             operator,
-            lambda *values: refuse_gradients(inputs._make(values[:num_inputs]), values[-1]),
+            lambda *values: refuse_gradients(kind.inputs._make(values[:num_inputs]), values[-1]),
         )
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-operators = {
-    "fused_moe": _register("fused_moe", MoeInputs, _fused_moe_operator, *Routing._fields),
-    "experts": _register("experts", RoutedInputs, _experts_operator, "num_experts"),
-    "batched_experts": _register("batched_experts", BatchedInputs, _batched_operator),
-}
+operators = {name: _register(name) for name in KINDS}
