@@ -52,7 +52,8 @@ class Options:
         poison_races: if TMA loads bytes of a box while other threads write them, load 0xFF instead
             of reporting a race. For boxes that are larger than the part in use: a kernel that uses
             the other bytes gets wrong results.
-        hopper_sums: add e4m3 products to float32 sums as Hopper's WGMMA does (README.md).
+        hopper_arithmetic: add e4m3 products to float32 sums, and compute ex2.approx.ftz.f32 and
+            rcp.approx.ftz.f32, to the bit as a Hopper GPU does (README.md).
         max_instructions: warp instructions after which a launch counts as a livelock.
         hazards_are_errors: raise if a launch reports any hazard.
         verbose: print one line a launch.
@@ -66,7 +67,7 @@ class Options:
     strict: bool = False
     check_races: bool = True
     poison_races: bool = False
-    hopper_sums: bool = False
+    hopper_arithmetic: bool = False
     max_instructions: int = 4_000_000_000
     hazards_are_errors: bool = False
     verbose: bool = bool(os.environ.get("PTXEMU_VERBOSE"))
@@ -154,7 +155,7 @@ class _RunDesc(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 "seed fill max_resident clc_resident strict check_races poison_races "
-                "hopper_sums max_instructions"
+                "hopper_arithmetic max_instructions"
             ).split()
         ),
     ]
@@ -350,7 +351,7 @@ def _run_chain() -> None:
         o.strict,
         o.check_races,
         o.poison_races,
-        o.hopper_sums,
+        o.hopper_arithmetic,
         o.max_instructions,
     )
     out = ctypes.create_string_buffer(REPORT_BYTES)

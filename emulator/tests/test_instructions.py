@@ -1,5 +1,6 @@
 """Integer, floating-point, conversion and warp instructions against plain Python and torch."""
 
+import hashlib
 import math
 from fractions import Fraction
 
@@ -196,6 +197,87 @@ def test_floats():
         torch.testing.assert_close(
             out[:, i], function(x, y), rtol=tolerance, atol=0, msg=lambda m, c=code: f"{c}\n{m}"
         )
+
+
+# Measured on an H200: argument and result of ex2.approx.ftz.f32 and rcp.approx.ftz.f32, with the
+# distance from the correctly rounded result in units of the last place.
+MEASURED = {
+    "ex2": [
+        (0x3FD28CA6, 0x404825AB, -1), (0x3FA8F06A, 0x401FC4AC, 0), (0x3FAD31E4, 0x40237E36, 1),
+        (0x3F381989, 0x3FD2B6AE, -1), (0x3F2996CD, 0x3FCA9869, 0), (0x3F29EB64, 0x3FCAC6D6, 1),
+        (0xBF0608C0, 0x3F3215F8, -2), (0xBF20103E, 0x3F25F789, -1), (0xBF2DD2B4, 0x3F1FE5C3, 0),
+        (0xBF35CAEB, 0x3F1C7BF0, 1),
+    ],
+    "rcp": [(0x3F96A541, 0x3F59846A, -1), (0x3FAB97E7, 0x3F3EF68D, 0), (0x3FAF7E35, 0x3F3AB83F, 1)],
+}  # fmt: skip
+# Digests of the H200's results for every 127th number from one on, up to the next power of two.
+DIGESTS = [
+    ("ex2", 0x3F800000, "89a38ba32f4c0123"),
+    ("ex2", 0x3F000000, "d1887d6b6e87ed1a"),
+    ("ex2", 0xBF000000, "4adafc53afca0ac9"),
+    ("rcp", 0x3F800000, "17b1d11648978710"),
+]
+# Not measured: by the PTX ISA, and ex2 of whole negative numbers as a G80 has it.
+SPECIAL = {
+    "ex2": [
+        *((bits, 0x3F800000) for bits in (0, 0x80000000, 1, 0x807FFFFF, 0x33000000, 0xB3000000)),
+        (0xBF800000, 0x3F000000), (0xC2FA0000, 0x01000000), (0xC2FC0000, 0x00800000),
+        *((bits, 0) for bits in (0xC2FC0001, 0xC2FE0000, 0xC3000000, 0xFF7FFFFF, 0xFF800000)),
+        (0x42FE0000, 0x7F000000), (0x43000000, 0x7F800000), (0x7F800000, 0x7F800000),
+        (0x7F800001, 0x7FFFFFFF), (0xFFC00000, 0x7FFFFFFF),
+    ],
+    "rcp": [
+        *((bits, 0x7F800000) for bits in (0, 1, 0x007FFFFF)),
+        *((bits, 0xFF800000) for bits in (0x80000000, 0x80000001, 0x807FFFFF)),
+        (0x00800000, 0x7E800000), (0x7E800000, 0x00800000), (0xFE800000, 0x80800000),
+        *((bits, 0) for bits in (0x7E800001, 0x7F7FFFFF, 0x7F800000)), (0xFF800000, 0x80000000),
+        (0x7F800001, 0x7FFFFFFF), (0xFFC00000, 0x7FFFFFFF),
+    ],
+}  # fmt: skip
+
+
+def as_floats(bits: list[int]) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int64).int().view(torch.float32)
+
+
+def approximated(function: str, x: torch.Tensor, ftz: str = ".ftz") -> torch.Tensor:
+    """Return the bits of `function`.approx of float32 numbers."""
+    body = f"""{address("%rd1", "x", "%r1", 4)} {address("%rd2", "out", "%r1", 4)}
+        ld.param.u32 %r2, [n]; setp.ge.u32 %p1, %r1, %r2; @%p1 ret;
+        ld.global.f32 %f1, [%rd1]; {function}.approx{ftz}.f32 %f1, %f1; st.global.f32 [%rd2], %f1;
+    """
+    out = torch.empty_like(x)
+    text = kernel("u64 x, u64 out, u32 n", body)
+    assert not run(text, x, out, len(x), threads=128, ctas=-(-len(x) // 128)).hazards
+    return out.view(torch.int32)
+
+
+@pytest.mark.parametrize("function", MEASURED)
+def test_approximations_have_hoppers_bits(function, emulator):
+    arguments, results, distances = map(list, zip(*MEASURED[function], strict=True))
+    x, measured = as_floats(arguments), as_floats(results).view(torch.int32)
+    assert torch.equal(approximated(function, x), measured - torch.tensor(distances))
+    emulator.options.hopper_arithmetic = True
+    assert torch.equal(approximated(function, x), measured)
+    exact = approximated(function, x, ftz="")  # of a form that was not measured
+    assert torch.equal(exact, measured - torch.tensor(distances))
+
+
+@pytest.mark.parametrize(("function", "first", "digest"), DIGESTS)
+def test_approximations_have_hoppers_bits_in_every_segment(function, first, digest, emulator):
+    emulator.options.hopper_arithmetic = True
+    x = as_floats(list(range(first, first + 2**23, 127)))
+    results = approximated(function, x).numpy().astype("<i4")
+    assert hashlib.sha256(results.tobytes()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("function", SPECIAL)
+def test_hoppers_approximations_of_special_values(function, emulator):
+    """Zeros, infinities, NaN; subnormal arguments and results become zero; powers of two."""
+    emulator.options.hopper_arithmetic = True
+    arguments, results = map(list, zip(*SPECIAL[function], strict=True))
+    expected = as_floats(results).view(torch.int32)
+    assert torch.equal(approximated(function, as_floats(arguments)), expected)
 
 
 FP8 = "cvt.rn.satfinite.{}x2.f32 %h1, %f3, %f2;"

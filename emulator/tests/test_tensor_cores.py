@@ -236,7 +236,7 @@ def test_e4m3_products_added_as_hopper_adds(kind, emulator):
                 x, y = a[m, k : k + 32].tolist(), b[n, k : k + 32].tolist()
                 wanted[m, n] = hopper_sum(x, y, wanted[m, n].item())
     exact = a.float() @ b.float().T
-    for emulator.options.hopper_sums, expected in ((True, wanted), (False, exact)):
+    for emulator.options.hopper_arithmetic, expected in ((True, wanted), (False, exact)):
         out, hazards = run_on_warpgroup(body, *operands, 4, matrix("64", 32, "sm_90a"))
         assert hazards == set()
         if expected is wanted:
@@ -247,7 +247,7 @@ def test_e4m3_products_added_as_hopper_adds(kind, emulator):
 
 
 def test_nan_stays_in_hoppers_sums(emulator):
-    emulator.options.hopper_sums = True
+    emulator.options.hopper_arithmetic = True
     a, b = torch.ones(64, 32).to(E4M3), torch.ones(8, 32).to(E4M3)
     a[3, 5] = torch.nan
     step = multiply(0).replace("m64n8k16.f32.f16.f16", "m64n8k32.f32.e4m3.e4m3")

@@ -2,19 +2,16 @@
 
     python tests/hardware/layer_bits.py emulate DIRECTORY    # without a GPU: what one should give
     python tests/hardware/layer_bits.py compare DIRECTORY    # on a GPU: the share of equal values
-    python tests/hardware/layer_bits.py tables DIRECTORY     # on a GPU: ex2.approx and rcp.approx
 
-The emulator adds FP8 products as Hopper's WGMMA does (docs/notes/gemm_sm90.md), so GEMMs have the
-bits of a GPU. It computes ex2.approx and rcp.approx of SwiGLU exactly. moe_fp8 must be
-installed, and to emulate ptxemu: `run.py setup`. Each number of tokens runs in its own process.
+The emulator computes the sums of WGMMA, and ex2.approx and rcp.approx of the routing and of SwiGLU,
+as Hopper does (docs/notes/gemm_sm90.md). moe_fp8 must be installed, and to emulate ptxemu:
+`run.py setup`. Each number of tokens runs in its own process.
 """
 
 import argparse
-import gzip
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ import numpy
 import torch
 
 TOKENS = (80, 16, 7, 1)
-MANTISSAS = 1 << 23
 
 
 # --- the layer ------------------------------------------------------------------------------------
@@ -101,7 +97,7 @@ def emulate(tokens: int) -> dict[str, Any]:
     import ptxemu
 
     ptxemu.install("sm_90a", 132)
-    ptxemu.options.hopper_sums = True
+    ptxemu.options.hopper_arithmetic = True
     ptxemu.options.check_races = False
     return layer_bits(tokens, "cpu")
 
@@ -120,87 +116,6 @@ def compare(tokens: int, expected: dict[str, Any]) -> str:
     return f"{text} largest difference of out {difference:.3g} of {largest:.3g}"
 
 
-# --- ex2.approx and rcp.approx --------------------------------------------------------------------
-
-
-def approximations() -> Callable[..., None]:
-    """Return a compiled function: it writes ex2.approx and rcp.approx of float32 numbers."""
-    import cutlass.cute as cute
-    from cutlass import Float32
-    from cutlass.cute.runtime import make_fake_stream
-    from moe_fp8.kernels.compile import COMPILE_OPTIONS, Extent, Tensor, fakes
-
-    class Approximations:
-        @cute.jit
-        def __call__(self, x: cute.Tensor, ex2: cute.Tensor, rcp: cute.Tensor, stream):
-            blocks = cute.ceil_div(cute.size(x), 128)
-            self.kernel(x, ex2, rcp).launch(grid=(blocks, 1, 1), block=(128, 1, 1), stream=stream)
-
-        @cute.kernel
-        def kernel(self, x: cute.Tensor, ex2: cute.Tensor, rcp: cute.Tensor):
-            thread, _, _ = cute.arch.thread_idx()
-            block, _, _ = cute.arch.block_idx()
-            i = block * 128 + thread
-            if i < cute.size(x):
-                ex2[i] = cute.math.exp2(x[i], fastmath=True)  # type: ignore[attr-defined]
-                rcp[i] = cute.arch.rcp_approx(x[i])
-
-    vector = Tensor(Float32, (Extent("numbers"),), align=4)
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = COMPILE_OPTIONS.format(arch="sm_90a")
-    return cute.compile(Approximations(), *fakes((vector,) * 3), stream, options=options)
-
-
-def tables(directory: Path, device: str, count: int = MANTISSAS) -> None:
-    """Write, for all float32 mantissas, the difference of the two functions from the correctly
-    rounded value, in units of the last place; print how far these tables tell other arguments."""
-    function = approximations()
-
-    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ex2, rcp = torch.empty_like(x), torch.empty_like(x)
-        function(x, ex2, rcp)
-        return ex2.view(torch.int32), rcp.view(torch.int32)
-
-    def with_exponent(exponent: int, sign: int = 0) -> torch.Tensor:
-        bits = torch.arange(count, dtype=torch.int32, device=device) + (127 + exponent << 23)
-        return (bits | (-(2**31) if sign else 0)).view(torch.float32)
-
-    def write(name: str, difference: torch.Tensor) -> None:
-        print(f"{name}: {int(difference.min())} to {int(difference.max())} units,"
-              f" {100 * (difference == 0).float().mean():.2f} % correctly rounded")  # fmt: skip
-        path = directory / f"{name}.int8.gz"
-        path.write_bytes(gzip.compress(difference.to(torch.int8).cpu().numpy().tobytes(), 6))
-
-    one = with_exponent(0)
-    ex2, rcp = both(one)
-    write("rcp", rcp - (1 / one.double()).float().view(torch.int32))
-    write("ex2", ex2 - torch.exp2(one.double()).float().view(torch.int32))
-    for exponent, sign in [(-120, 0), (-3, 1), (1, 0), (1, 1), (20, 0), (120, 1)]:
-        other = both(with_exponent(exponent, sign))[1]
-        expected = rcp - (exponent << 23) | (-(2**31) if sign else 0)
-        print(f"rcp, exponent {exponent}, sign {sign}: {int((other != expected).sum())} of {count}"
-              " are not the table's")  # fmt: skip
-    # 2**x = 2**floor(x) * 2**fraction: the fraction in units of 2**-23 or finer.
-    for exponent in (*range(-16, 0), 1, 3, 6):
-        for sign in (0, 1):
-            x = with_exponent(exponent, sign)
-            got, told = both(x)[0], []
-            for name, rounded in (
-                ("floor", torch.floor),
-                ("nearest", torch.round),
-                ("towards zero", torch.trunc),
-            ):
-                units = rounded(x.double() * MANTISSAS).long()
-                whole, fraction = units >> 23, (units & MANTISSAS - 1).clamp(max=count - 1)
-                expected = ex2[fraction] + (whole - 1 << 23)
-                told.append(f"{name} {100 * (expected == got).float().mean():.2f} %")
-            exact = torch.exp2(x.double()).float().view(torch.int32)
-            if exponent == -1:
-                write(f"ex2_half_sign_{sign}", got - exact)
-            told.append(f"correctly rounded {100 * (got == exact).float().mean():.2f} %")
-            print(f"ex2, exponent {exponent}, sign {sign}, by the table: {', '.join(told)}")
-
-
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -208,15 +123,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["emulate", "compare", "tables"])
+    parser.add_argument("what", choices=["emulate", "compare"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     arguments = parser.parse_args()
     what, directory, tokens = arguments.what, arguments.directory, arguments.tokens
     directory.mkdir(parents=True, exist_ok=True)
-    if what == "tables":
-        tables(directory, "cuda")
-    elif len(tokens) > 1:
+    if len(tokens) > 1:
         command = [sys.executable, __file__, what, str(directory), "--tokens"]
         if what == "emulate":  # one after the other: each has 1.4 GB of weights twice
             return max(abs(subprocess.run([*command, str(t)]).returncode) for t in tokens)

@@ -1,5 +1,10 @@
-"""Hopper's arithmetic of the GEMM: docs/notes/gemm_sm90.md has the rule by which WGMMA adds."""
+"""Hopper's arithmetic, to the bit: the sums of WGMMA, ex2.approx.ftz.f32 and rcp.approx.ftz.f32.
+docs/notes/gemm_sm90.md has the rules."""
 
+from pathlib import Path
+
+import numpy
+import ptxemu
 import torch
 from moe_fp8.shape import BLOCK
 
@@ -7,6 +12,12 @@ INSTRUCTION = 32
 """Products that one WGMMA adds to a sum."""
 FRACTION = 13
 """Bits of a sum behind its leading one."""
+ONE = 1 << 23
+"""Float32's leading one; also the bits of an exponent of 1."""
+INFINITY, NAN = 0x7F800000, 0x7FFFFFFF
+
+
+# --- the sums -------------------------------------------------------------------------------------
 
 
 def scaled_product(
@@ -53,3 +64,40 @@ def _exponent(x: torch.Tensor) -> torch.Tensor:
 def _cut(sums: torch.Tensor) -> torch.Tensor:
     """Drop the bits below the last fraction bit, towards zero."""
     return (sums.view(torch.int32) & -(1 << (23 - FRACTION))).view(torch.float32)
+
+
+# --- ex2.approx.ftz.f32 and rcp.approx.ftz.f32 ----------------------------------------------------
+
+
+def ex2(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits, int32, of ex2.approx.ftz.f32 of float32 numbers."""
+    fixed = (x.clamp(-128, 128).nan_to_num().abs() * ONE).long()
+    # A negative number is the one's complement, unless it is whole.
+    fixed = fixed.where(x >= 0, -fixed - (fixed % ONE != 0).long())
+    exponent = (fixed >> 23) + 127
+    result = (exponent - 1) * ONE + _parabola("ex2", fixed % ONE, 17, 0x77E2)
+    result = result.where(exponent > 0, 0).where(exponent < 255, INFINITY)
+    return result.where(~x.isnan(), NAN).int()
+
+
+def rcp(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits, int32, of rcp.approx.ftz.f32 of float32 numbers."""
+    magnitude = x.view(torch.int32).long() & 0x7FFFFFFF
+    exponent = magnitude >> 23
+    result = (252 - exponent) * ONE + _parabola("rcp", magnitude % ONE, 16, 0x47E7)
+    result = result.where(result >= ONE, 0).where(exponent > 0, INFINITY)
+    result = result.where(exponent < 255, 0) - (x.signbit().long() << 31)
+    return result.where(~x.isnan(), NAN).int()
+
+
+def _parabola(function: str, fraction: torch.Tensor, low: int, rounding: int) -> torch.Tensor:
+    """Return the significand of a fraction of 23 bits, the lowest `low` of which tell the place in
+    a segment."""
+    path = Path(ptxemu.__file__).parent / "core" / f"{function}.csv"
+    table = torch.from_numpy(numpy.loadtxt(path, numpy.int64, delimiter=",", usecols=(0, 1, 2)))
+    value, slope, curvature = table.to(fraction.device)[fraction >> low].unbind(-1)
+    place = fraction % (1 << low)
+    wide = place << 17 - low
+    # Each partial product loses its bits below 2**18.
+    square = sum((wide << bit >> 18) * (wide >> bit & 1) for bit in range(17)) >> 1
+    return (value << 13) + slope * place + curvature * square + rounding >> 15

@@ -19,7 +19,7 @@ struct RunDesc {
   u64 nmaps;
   const u64* maps;
   s32 mode, dependents;
-  u64 seed, fill, max_resident, clc_resident, strict, check_races, poison_races, hopper_sums,
+  u64 seed, fill, max_resident, clc_resident, strict, check_races, poison_races, hopper_arithmetic,
       max_instr;
 };
 static Str json_escape(const Str& s) {
@@ -90,7 +90,7 @@ API int ptxemu_run(const RunDesc* d, char* out, u64 n) {
   m.opt.strict = d->strict;
   m.opt.check_races = d->check_races;
   m.opt.poison_races = d->poison_races;
-  m.opt.hopper_sums = d->hopper_sums;
+  m.opt.hopper_arithmetic = d->hopper_arithmetic;
   m.opt.max_instr = d->max_instr;
   m.rng.seed(d->seed);
   m.noise.begin(d->fill);

@@ -145,6 +145,7 @@ static Handler decode(Instr& I) {
     static const char* n[] = {"sqrt", "rcp", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"};
     for (int i = 0; i < 8; i++)
       if (b == n[i]) I.i1 = i;
+    I.i2 = I.has("approx") && I.has("ftz");
     return t == T_F32 ? h_math : h_math64;
   }
   if (b == "mov") {

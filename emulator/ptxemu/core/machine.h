@@ -354,7 +354,7 @@ struct Options {
   u64 max_instr = 4000000000ull;
   int check_races = 1;
   int poison_races = 0;
-  int hopper_sums = 0;
+  int hopper_arithmetic = 0;
   int clc_resident = 0;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "handler.h"
 #include "numerics.h"
+#include "special_functions.h"
 #include "types.h"
 
 template <class T, class F>
@@ -475,7 +476,11 @@ static Status h_setp(ARGS) {
   });
   return NEXT;
 }
-static Status h_math(ARGS) {  // i1: function
+static Status h_math(ARGS) {  // i1: function, i2: approx.ftz
+  if (I.i2 && c.m.opt.hopper_arithmetic) {
+    if (I.i1 == 1) return un<float>(c, I, hopper_rcp);
+    if (I.i1 == 3) return un<float>(c, I, hopper_ex2);
+  }
   return un<float>(c, I, [&](float x) -> float {
     switch (I.i1) {
       case 0: return std::sqrt(x);

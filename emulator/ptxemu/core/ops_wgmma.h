@@ -72,7 +72,7 @@ static void wgmma_run(const Async& op, Cta& t, Warp& w, bool rs, OperandDesc a, 
         }
       }
     }
-  if (op.m->opt.hopper_sums && f == F_E4M3 && fb == F_E4M3 && !I.i2)
+  if (op.m->opt.hopper_arithmetic && f == F_E4M3 && fb == F_E4M3 && !I.i2)
     hopper_matmul(D[0][0][0], 8, 16 * 8, A, B, 16, N);
   else
     matmul(D[0][0][0], 8, 16 * 8, A, B, 16, N, K);
