@@ -413,6 +413,7 @@ def emulate(target: str) -> None:
     # Overlap dependent launches, as on a GPU. Otherwise each launch would see its predecessor
     # complete.
     ptxemu.options.dependents = "early"
+    ptxemu.options.hopper_arithmetic = target == "sm_90a"
     ptxemu.install(target, MULTIPROCESSORS[target])
 
 

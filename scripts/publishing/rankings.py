@@ -377,10 +377,11 @@ def _computed_by(ranking: Ranking) -> str:
 
 def headline(ranking: Ranking) -> list[str]:
     """Return the verdict, and the remarks that a reader needs."""
+    arithmetic = ", with the bits of a Hopper GPU" * (ranking.emulated == "sm_90a")
     lines = {
         f"Timing: {ranking.timing}.": ranking.timing and not ranking.cpu,
         f"Tolerance: {ranking.tolerance}.": ranking.tolerance,
-        "The kernels were run by the emulator: there is no time.": ranking.emulated,
+        f"The kernels were run by the emulator{arithmetic}: there is no time.": ranking.emulated,
         "Times of the CPU say nothing about a GPU.": ranking.cpu and not ranking.emulated,
         f"{ranking.superseded} older results of the same pairs are left out.": ranking.superseded,
     }
