@@ -28,6 +28,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.common import options
 from scripts.common.definitions import (
     DEEPSEEK_V3,
     DEFAULT,
@@ -35,7 +36,6 @@ from scripts.common.definitions import (
     GROUP,
     RENORMALIZE,
     MoeDefinition,
-    find,
     read,
     select,
 )
@@ -49,7 +49,6 @@ from scripts.common.program import (
     parser,
     run_main,
     say,
-    whole,
     write_file,
     write_json,
 )
@@ -577,11 +576,9 @@ def write_specs(specs: Sequence[WorkloadSpec], root: Path) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
     add = arguments.add_argument
-    text = f"another definition, by its name or short name (default: {DEFAULT.name})"
-    add("--definition", type=find, default=DEFAULT, metavar="NAME", help=text)
-    text = "token counts or beginnings of uuids (default: all)"
-    add("--workloads", nargs="+", default=[], metavar="T|UUID", help=text)
-    add("--max-tokens", type=whole(1), metavar="T", help="only workloads up to T tokens")
+    options.definition(arguments)
+    options.workloads(arguments, "all")
+    options.max_tokens(arguments)
     add("--root", type=output_path, default=ROOT, metavar="DIR", help="where they are written")
     add("--specs", action="store_true", help="write the spec and the workload file anew")
     args = arguments.parse_args(argv)

@@ -161,11 +161,11 @@ def measure_kernels(args: argparse.Namespace) -> Shown:
     """Calls kernel by kernel: time, gap, bytes and FLOPs against the roofline.
 
     A call of each solution is captured in a CUDA graph and replayed while torch's profiler (CUPTI)
-    notes the begin and end of every kernel. With --eager, or if the host waits in a call, the calls
-    themselves are traced. Gaps then include the host's. A gap is the time from the end of the
-    previous kernel. A negative gap means an early launch (programmatic dependent launch), and the
-    kernel's time includes its wait: only the span from the first start to the last end adds up. The
-    device time without the profiler is shown beside it. MB and GFLOP are the data that a kernel has
+    notes the begin and end of every kernel. If the host waits in a call, the calls themselves are
+    traced, and gaps include the host's. A gap is the time from the end of the previous kernel. A
+    negative gap means an early launch (programmatic dependent launch), and the kernel's time
+    includes its wait: only the span from the first start to the last end adds up. The device time
+    without the profiler is shown beside it. MB and GFLOP are the data that a kernel has
     to move and the work that it has to compute for the routing of the workload. A workload whose
     weights or intermediates stay in the L2 cache can beat its roofline. For Nsight Compute or
     Systems --only-call makes one call between cudaProfilerStart and Stop:
@@ -198,7 +198,7 @@ def measure_kernels(args: argparse.Namespace) -> Shown:
                 if into is None:
                     kernels.one_call(call)
                     continue
-                kernels.measure(into, s, call, h, layer, rates, least_us, args.repeats, args.eager)
+                kernels.measure(into, s, call, h, layer, rates, least_us, args.repeats)
                 counts = h.counts()
                 title = "{}, T={tokens}: {pairs} pairs, {active} experts".format(s.name, **counts)
                 yield title, tables.kernels_table(into.result, s.name, h.uuid)
@@ -415,7 +415,6 @@ def parse_arguments() -> argparse.Namespace:
     fused = functools.partial(options.solutions, default="fused")
     to = begin("kernels", measure_kernels, options.local, fused, options.workloads)
     options.definition(to, **several)
-    to.add_argument("--eager", action="store_true", help="trace the calls, not replays of a graph")
     text = "one call for ncu or nsys, no figures"
     to.add_argument("--only-call", action="store_true", help=text)
     few = functools.partial(options.solutions, default="fused, fused_hifi, flat and four peers")

@@ -1,22 +1,15 @@
-"""Options, backends and fixtures of all tests.
+"""Options, backends and fixtures of all tests. docs/contributing.md has the commands.
 
 A backend runs the layer: `cpu` is the reference model in torch, `emulator` runs the compiled
-kernels' PTX on the CPU, `gpu` runs the kernels on a GPU. The emulator must be installed before
-anything imports the DSL, so a pytest process has one backend:
+kernels' PTX on the CPU, `gpu` runs the kernels on a GPU. A test runs on the CPU unless it or its
+module says otherwise, `pytestmark = backends("emulator")` or `@backends("cpu", "emulator", "gpu")`,
+with `from markers import backends`. Marks of a module, a test and a parameter narrow each other.
+Other tests are deselected silently. A file without "backends(" has CPU tests alone: the other
+backends do not import it.
 
-    pytest --backend emulator tests emulator/tests
-    pytest --backend gpu tests           (also with -n 3)
-    pytest tests                         (--backend cpu)
-
-A test runs on the CPU unless it or its module says otherwise, `pytestmark = backends("emulator")`
-or `@backends("cpu", "emulator", "gpu")`, with `from markers import backends`. Marks of a module, a
-test and a parameter narrow each other. Other tests are deselected silently. A file without
-"backends(" has CPU tests alone: the other backends do not import it.
-
-Such a test takes the fixture `backend` (`Backend` below): `backend.run(function, ...)` calls with
-tensors of the CPU, on the backend's device. A test with the argument `mode` runs in the emulator
-once in every schedule of asynchronous work, elsewhere once; `emulator` is the emulator with its
-reports. For every test a random seed of 0 is set.
+`backend.run(function, ...)` calls with tensors of the CPU, on the backend's device. A test with the
+argument `mode` runs in the emulator once in every schedule of asynchronous work, elsewhere once;
+`emulator` is the emulator with its reports.
 
 `run.py test` leaves out the tests marked `all`, which are further modes, configs and sizes of tests
 that do run, or take long and seldom fail. It leaves out those marked `large_memory`, too, and the

@@ -151,7 +151,6 @@ def measure(
     rates: Rates,
     least_us: float,
     repeats: int,
-    eager: bool,
 ) -> None:
     """Write rows of a call's kernels in order of start, medians over the calls in us: the time, the
     `gap` to the end of the previous kernel (negative: a dependent launch that started earlier), and
@@ -159,7 +158,7 @@ def measure(
     profiler, both against the `least_us` of the case."""
     for _ in range(WARMUP):
         call()
-    replay = None if eager or waits(call) else captured(call)
+    replay = None if waits(call) else captured(call)
     calls = traced_calls(replay or call, flush_buffer().zero_, repeats)
     spans = np.array([[(s.start, s.end) for s in kernels] for kernels in calls])
     start, end = spans[..., 0], spans[..., 1]  # [calls, kernels]

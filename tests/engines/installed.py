@@ -2,9 +2,12 @@
 
 import importlib
 import os
+import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,3 +21,19 @@ def engine(name: str) -> ModuleType:
         return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError) as error:
         pytest.skip(f"no {name}: {error}", allow_module_level=True)
+
+
+def without(path: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return a function that hides a name of an engine from the plugin."""
+
+    def change(monkeypatch: pytest.MonkeyPatch) -> None:
+        resolve_name = pkgutil.resolve_name
+
+        def changed(name: str) -> Any:
+            if name == path:
+                raise AttributeError(name)
+            return resolve_name(name)
+
+        monkeypatch.setattr(pkgutil, "resolve_name", changed)
+
+    return change

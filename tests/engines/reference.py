@@ -27,6 +27,11 @@ class Weights:
         if per_channel:
             self.w13_scale, self.w2_scale = self.w13_scale[..., None], self.w2_scale[..., None]
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of `experts`."""
+        return self.w13, self.w13_scale, self.w2, self.w2_scale
+
 
 def wide(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.shape[-2] == values.shape[-2]:

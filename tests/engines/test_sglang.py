@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from installed import engine
+from installed import engine, without
 from moe_fp8 import experts as own_experts
 from moe_fp8 import from_mxfp4
 from moe_fp8.kernels.architectures import GPUS
@@ -140,6 +140,19 @@ def method_and_layer(weights: Weights) -> tuple[Fp8MoEMethod, torch.nn.Module]:
     return method, module
 
 
+def created(weights: Weights | None = None, **changes: Any) -> tuple[Fp8MoEMethod, torch.nn.Module]:
+    """Return SGLang's method and a loaded layer, for which it has chosen a runner."""
+    method, module = method_and_layer(weights or Weights(LOCAL, H, WIDTH))
+    # Its paged experts call it by the names of its parameters.
+    method.create_moe_runner(layer=module, moe_runner_config=config_of(**changes))
+    return method, module
+
+
+def by_sglang(method: Any) -> bool:
+    """Return True if SGLang's own kernel runs."""
+    return method.runner.runner_backend.is_triton()
+
+
 def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
     """Ids in int64 and weights in bfloat16: the kernels that were prepared serve them, too."""
     weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
@@ -153,7 +166,7 @@ def test_a_routing_of_the_models_own_gives_other_types(registered, monkeypatch):
 
     monkeypatch.setattr(plugin, "experts", noted)
     monkeypatch.setattr(plugin, "prepare", lambda *_, **__: None)  # which knows no `noted`
-    call = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+    call = weights.tensors
     other_dispatched = dispatched._replace(topk_output=other)
     out = plugin.run_standard(other_dispatched, [call], config_of(), set(), StandardCombineInput)
     assert types == [(torch.int32, torch.float32)]
@@ -218,7 +231,7 @@ def test_scales_of_channels(kind, registered, monkeypatch, caplog):
     monkeypatch.setattr(moe_utils.get_flags().moe, "sbo_enabled", False)
     method.create_moe_runner(module, config_of())
     assert "a scale for each channel of weights, and tokens that DeepEP" in caplog.text
-    assert method.runner.runner_backend.is_triton()
+    assert by_sglang(method)
 
 
 def test_a_scale_of_a_tensor_is_not_served(registered, caplog):
@@ -227,7 +240,7 @@ def test_a_scale_of_a_tensor_is_not_served(registered, caplog):
     method, module = of_channels(weights, CompressedTensorsW8A8Fp8MoE, "tensor")
     method.create_moe_runner(module, config_of())
     assert "weights with a scale for each tensor" in caplog.text
-    assert method.runner.runner_backend.is_triton()
+    assert by_sglang(method)
 
 
 def clamped_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -247,8 +260,7 @@ def clamped_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def test_a_limit_is_that_of_sglangs_own_activation(changes, activation, registered):
     """A limit of .5 clamps a third of these gates and ups."""
     weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
-    method, module = method_and_layer(weights)
-    method.create_moe_runner(module, config_of(**changes))
+    method, module = created(weights, **changes)
     out = method.apply(module, dispatched).hidden_states
     topk_weights, ids, _ = dispatched.topk_output
     reference = 2.5 * layer(dispatched.hidden_states, ids, topk_weights, weights, activation)
@@ -274,10 +286,8 @@ def test_a_limit_is_that_of_sglangs_own_activation(changes, activation, register
 def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
     changes, why, registered, caplog
 ):
-    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    # Its paged experts call it by the names of its parameters.
-    method.create_moe_runner(layer=module, moe_runner_config=config_of(**changes))
-    assert method.runner.runner_backend.is_triton()
+    method, _ = created(**changes)
+    assert by_sglang(method)
     assert "does not serve layers of" in caplog.text and why in caplog.text
 
 
@@ -285,9 +295,8 @@ def test_a_layer_that_is_not_served_keeps_its_runner_and_the_log_says_why(
 def test_a_layer_that_will_get_adapters_keeps_its_runner(lora, registered, monkeypatch):
     lora_config = SimpleNamespace(**{"enable_lora": None, "lora_paths": None} | lora)
     monkeypatch.setattr(runtime_context, "get_lora", lambda: lora_config)
-    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    method.create_moe_runner(module, config_of())
-    assert method.runner.runner_backend.is_triton() == bool(lora)
+    method, _ = created()
+    assert by_sglang(method) == bool(lora)
 
 
 @pytest.fixture
@@ -297,9 +306,7 @@ def by_deepep(registered, monkeypatch):
     monkeypatch.setattr(flags, "a2a_backend", moe_utils.MoeA2ABackend.DEEPEP)
     monkeypatch.setattr(flags, "sbo_enabled", False)
     weights = Weights(LOCAL, H, WIDTH)
-    method, module = method_and_layer(weights)
-    method.create_moe_runner(module, config_of())
-    return weights, method, module
+    return weights, *created(weights)
 
 
 def made_for(exchange: str) -> set[Any]:
@@ -385,7 +392,7 @@ def test_an_exchange_that_is_not_served(flag, value, why, by_deepep, monkeypatch
     _, method, module = by_deepep
     monkeypatch.setattr(moe_utils.get_flags().moe, flag, value)
     method.create_moe_runner(module, config_of())
-    assert method.runner.runner_backend.is_triton() and why in caplog.text
+    assert by_sglang(method) and why in caplog.text
 
 
 def test_a_kernel_that_is_asked_for_stays(registered, monkeypatch, caplog):
@@ -408,7 +415,7 @@ def test_weights_of_another_kind(name, value, why, registered, caplog):
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     setattr(module, name, value)
     method.create_moe_runner(module, config_of())
-    assert why in caplog.text and method.runner.runner_backend.is_triton()
+    assert why in caplog.text and by_sglang(method)
 
 
 @pytest.fixture
@@ -459,7 +466,7 @@ def test_mxfp4_experts_run_packed(asked, converts, in_fp4, monkeypatch, caplog):
     method, module = in_fp4(converts)
     weights = reencoded(module)
     method.create_moe_runner(module, config_of())
-    assert not caplog.records and method.runner.runner_backend.is_triton()
+    assert not caplog.records and by_sglang(method)
     with caplog.at_level(logging.INFO, plugin.__name__):
         method.process_weights_after_loading(module)
     (record,) = caplog.records
@@ -470,8 +477,9 @@ def test_mxfp4_experts_run_packed(asked, converts, in_fp4, monkeypatch, caplog):
     assert all(len(parameter) == LOCAL for parameter in parameters.values()), "EPLB moves experts"
     dispatched = tokens(local_ids())
     topk_weights, ids, _ = dispatched.topk_output
-    fp8 = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
-    wanted = own_experts(ids, 2.5 * topk_weights, dispatched.hidden_states, *fp8, num_experts=E)
+    wanted = own_experts(
+        ids, 2.5 * topk_weights, dispatched.hidden_states, *weights.tensors, num_experts=E
+    )
     for most in (1, 1000):
         monkeypatch.setattr(packed, "FP8_ROWS", most)
         assert torch.equal(method.apply(module, dispatched).hidden_states, wanted)
@@ -507,7 +515,7 @@ def test_mxfp4_experts_that_cannot_be_packed_are_sglangs(asked, in_fp4, monkeypa
     (line,) = [r.getMessage() for r in caplog.records if r.name == plugin.__name__]
     assert line.startswith("moe_fp8 does not serve layers of 2 of 64 experts")
     assert re.search(r"layer 3.w13_weight: packed: .*block \(0, 0, 0\) .* which spans 15; ", line)
-    assert line.endswith("; SGLang's kernel does") and method.runner.runner_backend.is_triton()
+    assert line.endswith("; SGLang's kernel does") and by_sglang(method)
     assert module.w13_weight.dtype is torch.float8_e4m3fn
 
 
@@ -518,7 +526,7 @@ def test_mxfp4_experts_are_rounded_where_that_is_asked_for(in_fp4, monkeypatch, 
         weights = reencoded(module)
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
-    assert not method.runner.runner_backend.is_triton()
+    assert not by_sglang(method)
     assert re.search(
         "moe_fp8: layer 3.w13_weight: values are rounded .* largest error", caplog.text
     )
@@ -547,7 +555,7 @@ def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
     method, module = in_fp4(converted)
     weights = Weights.__new__(Weights)
     method.create_moe_runner(module, config_of())
-    assert not caplog.records and method.runner.runner_backend.is_triton()
+    assert not caplog.records and by_sglang(method)
     with caplog.at_level(logging.INFO, plugin.__name__):
         for _ in range(2):
             method.process_weights_after_loading(module)
@@ -566,7 +574,7 @@ def test_values_that_sglang_rounds(in_fp4, caplog):
     method, module = in_fp4(True, span=15, experts=2)
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
-    assert method.runner.runner_backend.is_triton()
+    assert by_sglang(method)
     lines = [record.getMessage() for record in caplog.records]
     first = next(line for line in lines if "as SGLang converted it" in line)
     assert re.search(r"layer 3, w13_weight, .*block \(0, 0, 0\) .* spans 15; the largest", first)
@@ -582,21 +590,19 @@ def test_zeros_of_a_large_exponent_are_no_reason_to_round(asked, in_fp4, monkeyp
     module.w2_weight.data[1, 0, :16], module.w2_weight_scale_inv.data[1, 0, 0] = 0, 2.0**12
     method.create_moe_runner(module, config_of())
     method.process_weights_after_loading(module)
-    assert method.runner.runner_backend.is_triton() == (not asked)
+    assert by_sglang(method) == (not asked)
     assert ("layer 3, w2_weight, as SGLang converted it: values" in caplog.text) == (not asked)
 
 
 def test_elsewhere_than_on_hopper(registered, monkeypatch, caplog):
     monkeypatch.setattr(plugins, "on_hopper", lambda: False)
-    method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
-    method.create_moe_runner(module, config_of())
-    assert "no Hopper GPU" in caplog.text and method.runner.runner_backend.is_triton()
+    method, _ = created()
+    assert "no Hopper GPU" in caplog.text and by_sglang(method)
 
 
 def test_two_terms_where_they_are_asked_for(registered, monkeypatch):
     weights, dispatched = Weights(LOCAL, H, WIDTH), tokens(local_ids())
-    method, module = method_and_layer(weights)
-    method.create_moe_runner(module, config_of())
+    method, module = created(weights)
     fast = method.apply(module, dispatched).hidden_states
     monkeypatch.setenv(plugins.SGLANG, "accurate")
     accurate = method.apply(module, dispatched).hidden_states
@@ -624,10 +630,7 @@ def test_kernels_are_prepared_for_the_calls_to_come(shared, registered, monkeypa
     assert asked < {*baked} if shared else asked == {*baked}
     dispatched = tokens(local_ids(top_k=K + shared))
     topk_weights, ids, _ = dispatched.topk_output
-    passed = (
-        ids, topk_weights, dispatched.hidden_states,
-        weights.w13, weights.w13_scale, weights.w2, weights.w2_scale,
-    )  # fmt: skip
+    passed = ids, topk_weights, dispatched.hidden_states, *weights.tensors
     assert function is plugin.experts
     assert kwargs == {"accurate": False, "num_experts": E + shared, "swiglu_limit": None}
     for stand_in, real in zip(call, passed, strict=True):
@@ -645,8 +648,7 @@ def test_weights_that_come_after_the_runner_are_prepared_by_the_first_call(
     gives each rank the weights of all experts. No later call compiles."""
     cached = by == "the weight cache"
     weights = Weights(LOCAL if cached else E, H, WIDTH)
-    values = dict(zip(NAMES, (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale),
-                      strict=True))  # fmt: skip
+    values = dict(zip(NAMES, weights.tensors, strict=True))
     method, module = method_and_layer(Weights(LOCAL, H, WIDTH))
     for name in NAMES:
         meta = getattr(module, name).to("meta") if cached else getattr(module, name)
@@ -654,7 +656,7 @@ def test_weights_that_come_after_the_runner_are_prepared_by_the_first_call(
         module.register_parameter(name, torch.nn.Parameter(meta, requires_grad=False))
     config = config_of()
     method.create_moe_runner(module, config)
-    assert not method.runner.runner_backend.is_triton()
+    assert not by_sglang(method)
     if cached:
         cache = pytest.importorskip("sglang.srt.weight_cache.ipc_loader")  # older: none
         for name, value in values.items():
@@ -691,15 +693,8 @@ def test_weights_that_come_after_the_runner_are_prepared_by_the_first_call(
 @pytest.mark.parametrize("path", plugin.NEEDED_NAMES)
 def test_an_sglang_that_lacks_what_is_needed_is_left_alone(path, monkeypatch, caplog):
     """A missing name matters, not the version; nothing is registered in part."""
-    resolve_name = plugins.pkgutil.resolve_name
-
-    def changed(name: str) -> Any:
-        if name == path:
-            raise AttributeError(name)
-        return resolve_name(name)
-
     monkeypatch.setenv(plugins.SGLANG, "1")
-    monkeypatch.setattr(plugins.pkgutil, "resolve_name", changed)
+    without(path)(monkeypatch)
     before = dict(HookRegistry._hooks), dict(runners._CUSTOM_RUNNER_CORE_FACTORIES)
     plugin.log_once.cache_clear()
     plugin.register()
@@ -723,7 +718,7 @@ def test_a_choice_that_fails_leaves_the_layer_and_the_log_says_why(
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(moe_runner if broken == "MoeRunner" else plugin, broken, fail)
     create(method, module, config_of())
-    assert isinstance(method.runner, runner_class) and method.runner.runner_backend.is_triton()
+    assert isinstance(method.runner, runner_class) and by_sglang(method)
     assert "does not serve" in caplog.text and "RuntimeError: broken; SGLang's" in caplog.text
 
 

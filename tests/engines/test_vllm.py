@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from installed import engine
+from installed import engine, without
 from moe_fp8 import experts as own_experts
 from moe_fp8 import from_mxfp4
 from moe_fp8.kernels.architectures import GPUS
@@ -118,48 +118,58 @@ def quant_config_of(weights: Weights) -> Any:
     return fp8_w8a8_moe_quant_config(**scales, a1_scale=None, a2_scale=None, **form)
 
 
-def grouped_topk(x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor):
-    """vLLM's own routing, uncompiled."""
-    function = grouped_topk_router.grouped_topk
-    function = getattr(function, "_torchdynamo_orig_callable", function)
-    function = getattr(function, "__wrapped__", function)
-    return function(x, logits, K, True, GROUPS, KEPT, "sigmoid", FACTOR, bias)
+Problem = tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def problem() -> tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights, tokens, logits, and a bias whose values bfloat16 cannot tell apart."""
+def weights() -> Weights:
+    return Weights(E, H, WIDTH)
+
+
+@pytest.fixture
+def problem(weights) -> Problem:
+    """Weights, tokens, and their experts by vLLM's own routing, uncompiled. The values of the bias
+    are one in bfloat16."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(33, H, generator=generator).bfloat16()
     logits = torch.randn(33, E, generator=generator)
-    return Weights(E, H, WIDTH), x, logits, 7 + 0.1 * torch.rand(E, generator=generator)
+    bias = 7 + 0.1 * torch.rand(E, generator=generator)
+    function = grouped_topk_router.grouped_topk
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    function = getattr(function, "__wrapped__", function)
+    return weights, x, *function(x, logits, K, True, GROUPS, KEPT, "sigmoid", FACTOR, bias)
 
 
-def modular(
-    weights, x, topk_weights, ids, expert_map=None, weighted_inputs=False, **changes: Any
-) -> torch.Tensor:
-    config = config_of(**changes)
-    kernel = mk.FusedMoEKernel(
-        MoEPrepareAndFinalizeNoDPEPModular(),
-        vllm_experts.VllmExperts(config, quant_config_of(weights)),
-    )
+def applied(
+    kernel, weights, x, topk_weights, ids, expert_map=None, weighted_inputs=False,
+    activation=MoEActivation.SILU,
+) -> torch.Tensor:  # fmt: skip
+    """Call vLLM's kernel object."""
     return kernel.apply(
-        x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
+        x, weights.w13, weights.w2, topk_weights, ids, activation=activation,
         global_num_experts=E, expert_map=expert_map, apply_router_weight_on_input=weighted_inputs,
         shared_experts=None, shared_experts_input=None,
     )  # fmt: skip
 
 
+def modular(
+    weights, x, topk_weights, ids, expert_map=None, weighted_inputs=False, experts=None,
+    **changes: Any,
+) -> torch.Tensor:  # fmt: skip
+    config = config_of(**changes)
+    experts = experts or vllm_experts.VllmExperts(config, quant_config_of(weights))
+    kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
+    call = weights, x, topk_weights, ids, expert_map, weighted_inputs
+    return applied(kernel, *call, config.activation)
+
+
 def test_modular(problem):
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
-    out = modular(weights, x, topk_weights, ids)
-    assert calc_diff(out, layer(x, ids, topk_weights, weights)) < 1e-3
+    weights, x, topk_weights, ids = problem
+    assert calc_diff(modular(*problem), layer(x, ids, topk_weights, weights)) < 1e-3
 
 
 def test_modular_with_a_part_of_the_experts(problem):
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     part = Weights(E, H, WIDTH)
     for name in ("w13", "w13_scale", "w2", "w2_scale"):
         setattr(part, name, getattr(weights, name)[16:32].contiguous())
@@ -181,8 +191,7 @@ def test_modular_with_a_part_of_the_experts(problem):
 )
 def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, problem):
     """A limit of .5 clamps a third of these gates and ups."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     constants = (0.5, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta)
     theirs = SiluAndMulWithClamp(*constants)
 
@@ -193,18 +202,17 @@ def test_a_limit_is_that_of_vllms_own_activation(activation, alpha, beta, proble
     config = config_of(activation=activation, **changes)
     assert not vllm_experts.why_not(config)
     assert vllm_experts.VllmExperts._supports_activation(activation)
-    out = modular(weights, x, topk_weights, ids, activation=activation, **changes)
+    out = modular(*problem, activation=activation, **changes)
     assert calc_diff(out, layer(x, ids, topk_weights, weights, clamped)) < 1e-3
     assert calc_diff(out, layer(x, ids, topk_weights, weights)) > 1e-2
 
 
 def test_tokens_that_were_quantised_before(problem):
     """An exchange between ranks quantises tokens; its scales [T, H/128] have either order."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     experts = vllm_experts.VllmExperts(config_of(), quant_config_of(weights))
     q, scale = quantise_rows(x)
-    wanted = modular(weights, x, topk_weights, ids)
+    wanted = modular(*problem)
     for a1q_scale in (scale.t(), scale.t().contiguous()):
         out = torch.empty_like(x)
         experts.apply(
@@ -252,18 +260,15 @@ def exchanged(
         config, quant_config_of(weights), max_num_tokens=40, num_dispatchers=1
     )
     kernel = mk.FusedMoEKernel(arrive(40, E, 1, 0), experts)
-    return kernel.apply(
-        x, weights.w13, weights.w2, topk_weights, ids, activation=config.activation,
-        global_num_experts=E, expert_map=None, apply_router_weight_on_input=weighted_inputs,
-        shared_experts=None, shared_experts_input=None,
-    )  # fmt: skip
+    call = weights, x, topk_weights, ids, None, weighted_inputs
+    return applied(kernel, *call, config.activation)
 
 
 @pytest.mark.parametrize("call", [modular, exchanged])
 def test_weights_on_the_inputs(call, problem, quantised):
     """vLLM multiplies the tokens itself, so that experts apply no weights: Llama 4, Laguna."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = (tensor[:, :1].contiguous() for tensor in grouped_topk(x, logits, bias))
+    weights, x, *chosen = problem
+    topk_weights, ids = (tensor[:, :1].contiguous() for tensor in chosen)
     weighted = x * topk_weights.to(x.dtype)
     out = call(weights, x.clone(), topk_weights, ids, weighted_inputs=True, experts_per_token=1)
     wanted = layer(weighted, ids, torch.ones_like(topk_weights), weights)
@@ -272,35 +277,26 @@ def test_weights_on_the_inputs(call, problem, quantised):
 
 def test_batched(problem, quantised):
     """Tokens that lie by expert, weighted and added by vLLM."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     wanted = layer(x, ids, topk_weights, weights)
-    out = exchanged(weights, x, topk_weights, ids)
+    out = exchanged(*problem)
     assert calc_diff(out, wanted) < 1e-3
-    row_major = exchanged(weights, x, topk_weights, ids, arrive=batched.BatchedPrepareAndFinalize)
+    row_major = exchanged(*problem, arrive=batched.BatchedPrepareAndFinalize)
     assert torch.equal(row_major, out)
-    limited = exchanged(weights, x, topk_weights, ids, swiglu_limit=0.5)
+    limited = exchanged(*problem, swiglu_limit=0.5)
     assert calc_diff(limited, wanted) > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["VllmExperts", "VllmBatchedExperts"])
 def test_a_model_that_reduces_the_rows_of_gemm2_itself_is_refused(kind, problem, quantised):
     """Muse Spark normalises each row before the sum."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
     batched_format = kind == "VllmBatchedExperts"
     more = {"max_num_tokens": 40, "num_dispatchers": 1} if batched_format else {}
-    experts = getattr(vllm_experts, kind)(config_of(), quant_config_of(weights), **more)
+    experts = getattr(vllm_experts, kind)(config_of(), quant_config_of(problem[0]), **more)
     experts.post_gemm2_hook = lambda unfinalized, output: None
     with pytest.raises(NotImplementedError, match="post_gemm2_hook.*--moe-backend triton"):
-        if batched_format:
-            exchanged(weights, x, topk_weights, ids, experts)
-        else:
-            mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts).apply(
-                x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
-                global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
-                shared_experts=None, shared_experts_input=None,
-            )  # fmt: skip
+        call = exchanged if batched_format else modular
+        call(*problem, experts=experts)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +305,7 @@ def test_a_model_that_reduces_the_rows_of_gemm2_itself_is_refused(kind, problem,
 def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, monkeypatch):
     """`expected_m` is an equal share of all ranks' tokens, if vLLM knows their number. Kernels are
     prepared once."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     metadata = tokens and SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
     context = SimpleNamespace(dp_metadata=metadata)
     monkeypatch.setattr(vllm_experts, "is_forward_context_available", lambda: True)
@@ -328,7 +323,7 @@ def test_how_many_tokens_an_expert_has(tokens, expected, problem, quantised, mon
         max_num_tokens=40, num_dispatchers=1,
     )  # fmt: skip
     for _ in range(2):
-        exchanged(weights, x, topk_weights, ids, experts)
+        exchanged(*problem, experts)
     assert called == 2 * [expected]
     assert [call[0] for call in prepared] == [spy]
 
@@ -545,8 +540,7 @@ def test_weights_that_another_process_processed_have_a_known_order(
 
 
 @pytest.mark.parametrize("name", ["FLASHINFER_CUTLASS", *plugin.AS_LOADED])
-def test_backends_that_leave_weights_as_loaded(name, problem):
-    weights = problem[0]
+def test_backends_that_leave_weights_as_loaded(name, weights):
     moe_config = SimpleNamespace(is_act_and_mul=True, intermediate_size_per_partition=WIDTH)
     stub = SimpleNamespace(
         weight_block_size=[128, 128], moe_config=moe_config, activation=MoEActivation.SILU
@@ -561,7 +555,7 @@ def test_backends_that_leave_weights_as_loaded(name, problem):
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_vllm_makes_the_kernel_of_the_weights_as_they_are(per_channel, selection, problem):
     """vLLM's FP8 and compressed-tensors methods call these functions once a layer is loaded."""
-    weights, x, logits, bias = problem
+    weights, x, topk_weights, ids = problem
     if per_channel:
         weights = Weights(E, H, WIDTH, per_channel=True)
     config = config_of(routing_method=RoutingMethodType.Renormalize)
@@ -576,12 +570,7 @@ def test_vllm_makes_the_kernel_of_the_weights_as_they_are(per_channel, selection
         per_act_token_quant=per_channel, per_out_ch_quant=per_channel,
     )  # fmt: skip
     kernel = oracle.make_fp8_moe_kernel(quant_config, config, experts_cls, backend)
-    topk_weights, ids = grouped_topk(x, logits, bias)
-    out = kernel.apply(
-        x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
-        global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
-        shared_experts=None, shared_experts_input=None,
-    )  # fmt: skip
+    out = applied(kernel, weights, x, topk_weights, ids)
     assert torch.equal(out, modular(weights, x, topk_weights, ids))
     assert calc_diff(out, layer(x, ids, topk_weights, weights)) < 1e-3
 
@@ -647,13 +636,24 @@ def loaded(selection, monkeypatch):
     return make
 
 
-Problem = tuple[Weights, torch.Tensor, torch.Tensor, torch.Tensor]
+@pytest.fixture
+def processed(loaded, monkeypatch):
+    """Return a function that makes a layer as `loaded`, and lets vLLM process its weights with this
+    value of MOE_FP8_MXFP4."""
+
+    def make(asked: str, *arguments: Any, **options: Any) -> SimpleNamespace:
+        monkeypatch.setenv(plugins.MXFP4, asked)
+        setup = loaded(*arguments, **options)
+        setup.method.process_weights_after_loading(setup.layer)
+        return setup
+
+    return make
 
 
 def outputs(setup: SimpleNamespace, problem: Problem, tensors: Any, **options: Any) -> Any:
     """Return a served layer's output, and the layer's on the FP8 weights of a checkpoint."""
     x = problem[1]
-    topk_weights, ids = problem[2][:, :FEW].softmax(dim=1).topk(2)
+    topk_weights, ids = x[:, :FEW].float().softmax(dim=1).topk(2)
     out = setup.method.apply(setup.layer, x, topk_weights, ids.int(), None, None)
     fp8 = [
         part
@@ -672,11 +672,9 @@ def outputs(setup: SimpleNamespace, problem: Problem, tensors: Any, **options: A
         ("CompressedTensorsW4A8Mxfp4MoEMethod", "exact", None),
     ],
 )
-def test_mxfp4_experts_run_packed(name, asked, limit, loaded, problem, monkeypatch, logged):
+def test_mxfp4_experts_run_packed(name, asked, limit, processed, problem, logged):
     """vLLM's method, as it loads DeepSeek-V4: half the bytes of FP8 and its bits."""
-    monkeypatch.setenv(plugins.MXFP4, asked)
-    setup = loaded(name, swiglu_limit=limit)
-    setup.method.process_weights_after_loading(setup.layer)
+    setup = processed(asked, name, swiglu_limit=limit)
     assert not setup.calls
     assert logged == ["moe_fp8 serves layers of 4 of 4 experts, top 2, 512 x 256, in MXFP4, packed"]
     parameters = dict(setup.layer.named_parameters())
@@ -707,11 +705,8 @@ def test_a_packed_layer_fits_where_another_was_loaded(name, loaded, monkeypatch)
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(16, torch.float8_e4m3fn), (17, torch.uint8)])
-def test_fp8_copies_run_where_experts_have_many_rows(
-    most, dtype, loaded, problem, monkeypatch, logged
-):
+def test_fp8_copies_run_where_experts_have_many_rows(most, dtype, processed, problem, monkeypatch):
     """33 tokens of 2 experts: 16.5 rows of each of 4. The bits do not tell which weights ran."""
-    monkeypatch.setenv(plugins.MXFP4, "both")
     monkeypatch.setattr(packed, "FP8_ROWS", most)
     prepared, ran = [], []
     monkeypatch.setattr(vllm_experts, "prepare", lambda *call, **_: prepared.append(call))
@@ -721,24 +716,23 @@ def test_fp8_copies_run_where_experts_have_many_rows(
         return own_experts(ids, weights, x, w13, *rest, **options)
 
     monkeypatch.setattr(vllm_experts, "experts", spy)
-    setup = loaded()
-    setup.method.process_weights_after_loading(setup.layer)
-    out, wanted = outputs(setup, problem, checkpoint())
+    out, wanted = outputs(processed("both"), problem, checkpoint())
     assert ran == [dtype] and torch.equal(out, wanted)
     assert len(prepared) == 2, "both forms, before a graph is captured"
 
 
 @pytest.mark.parametrize("asked", ["exact", "both"])
-def test_vllm_moves_packed_experts(asked, loaded, problem, monkeypatch):
+def test_vllm_moves_packed_experts(asked, processed, problem, monkeypatch):
     """EPLB writes an expert's part of every parameter of the layer, and routes to its new place."""
-    monkeypatch.setenv(plugins.MXFP4, asked)
     monkeypatch.setattr(packed, "FP8_ROWS", 1)
-    setup = loaded()
-    setup.method.process_weights_after_loading(setup.layer)
+    check_moved(processed(asked), problem, checkpoint())
+
+
+def check_moved(setup: SimpleNamespace, problem: Problem, tensors: Any) -> None:
     places = torch.tensor([2, 0, 3, 1])
     for parameter in RoutedExperts.get_expert_weights(setup.layer):
         parameter.copy_(parameter[places].clone())
-    out, wanted = outputs(setup, problem, {n: t[places] for n, t in checkpoint().items()})
+    out, wanted = outputs(setup, problem, {n: t[places] for n, t in tensors.items()})
     assert torch.equal(out, wanted)
 
 
@@ -777,31 +771,22 @@ def reload(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("name", ["Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod"])
 @pytest.mark.parametrize("asked", ["exact", "both"])
 def test_weights_are_reloaded_into_the_memory_that_graphs_read(
-    asked, name, loaded, problem, monkeypatch
+    asked, name, processed, problem, monkeypatch
 ):
-    monkeypatch.setenv(plugins.MXFP4, asked)
     monkeypatch.setattr(packed, "FP8_ROWS", 1)
-    setup = loaded(name)
-    setup.method.process_weights_after_loading(setup.layer)
+    setup = processed(asked, name)
     kernel = setup.method.moe_kernel
     before = {n: p.data_ptr() for n, p in setup.layer.named_parameters()}
     reload(setup.layer, checkpoint(seed=7))
     assert before == {n: p.data_ptr() for n, p in setup.layer.named_parameters()}
     out, wanted = outputs(setup, problem, checkpoint(seed=7))
     assert torch.equal(out, wanted) and setup.method.moe_kernel is kernel
-    places = torch.tensor([2, 0, 3, 1])  # experts move after a reload, too
-    for parameter in RoutedExperts.get_expert_weights(setup.layer):
-        parameter.copy_(parameter[places].clone())
-    tensors = {n: t[places] for n, t in checkpoint(seed=7).items()}
-    out, wanted = outputs(setup, problem, tensors)
-    assert torch.equal(out, wanted)
+    check_moved(setup, problem, checkpoint(seed=7))  # after a reload, too
 
 
-def test_reloaded_weights_that_are_not_served_end_the_reload(loaded, monkeypatch):
+def test_reloaded_weights_that_are_not_served_end_the_reload(processed):
     """Captured graphs run our kernels on the layer's memory, which vLLM's weights do not fit."""
-    monkeypatch.setenv(plugins.MXFP4, "exact")
-    setup = loaded()
-    setup.method.process_weights_after_loading(setup.layer)
+    setup = processed("exact")
     message = "does not serve the reloaded weights of layers of 4 .*w13_weight: .* spans 15"
     with pytest.raises(ValueError, match=message):
         reload(setup.layer, checkpoint(span=15))
@@ -821,11 +806,9 @@ def test_reloaded_weights_that_are_not_served_end_the_reload(loaded, monkeypatch
         ("exact", {"name": "GptOssMxfp4MoEMethod", "has_bias": True}, "experts with a bias"),
     ],
 )  # fmt: skip
-def test_mxfp4_experts_that_are_refused(asked, changes, why, loaded, monkeypatch, logged):
+def test_mxfp4_experts_that_are_refused(asked, changes, why, processed, logged):
     """vLLM goes on with the weights as loaded."""
-    monkeypatch.setenv(plugins.MXFP4, asked)
-    setup = loaded(**changes)
-    setup.method.process_weights_after_loading(setup.layer)
+    setup = processed(asked, **changes)
     (line,) = logged
     assert line.startswith("moe_fp8 does not serve layers of 4 of 4 experts")
     assert re.search(why, line), line
@@ -875,22 +858,16 @@ def test_mxfp4_experts_are_rounded_where_that_is_asked_for(loaded, problem, monk
 
 def test_the_first_call_prepares_for_all_that_can_be_scheduled(problem, monkeypatch):
     """The first call has the tensors of vLLM's profiling run; no later call prepares."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
     prepared = []
     monkeypatch.setattr(
         vllm_experts, "prepare", lambda *call, **kwargs: prepared.append((call, kwargs["tokens"]))
     )
-    experts = vllm_experts.VllmExperts(config_of(max_num_tokens=2048), quant_config_of(weights))
-    kernel = mk.FusedMoEKernel(MoEPrepareAndFinalizeNoDPEPModular(), experts)
+    quant_config = quant_config_of(problem[0])
+    experts = vllm_experts.VllmExperts(config_of(max_num_tokens=2048), quant_config)
     for _ in range(2):
-        kernel.apply(
-            x, weights.w13, weights.w2, topk_weights, ids, activation=MoEActivation.SILU,
-            global_num_experts=E, expert_map=None, apply_router_weight_on_input=False,
-            shared_experts=None, shared_experts_input=None,
-        )  # fmt: skip
+        modular(*problem, experts=experts)
     ((call, tokens),) = prepared
-    assert call[0] is vllm_experts.experts and call[3] is x and tokens == 2048
+    assert call[0] is vllm_experts.experts and call[3] is problem[1] and tokens == 2048
 
 
 def test_a_row_for_each_of_a_tokens_experts_is_scheduled_too():
@@ -900,12 +877,11 @@ def test_a_row_for_each_of_a_tokens_experts_is_scheduled_too():
 
 
 def test_two_terms_where_they_are_asked_for(problem, monkeypatch):
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     wanted = layer(x, ids, topk_weights, weights)
-    fast = modular(weights, x, topk_weights, ids)
+    fast = modular(*problem)
     monkeypatch.setenv(plugins.VLLM, "accurate")
-    accurate = modular(weights, x, topk_weights, ids)
+    accurate = modular(*problem)
     assert calc_diff(accurate, wanted) < 1e-5 < calc_diff(fast, wanted)
 
 
@@ -933,20 +909,6 @@ def with_a_parameter(monkeypatch):
 
 def with_other_experts(monkeypatch):
     monkeypatch.setattr(mk.FusedMoEExpertsModular, "apply", lambda self, output, tokens: None)
-
-
-def without(path: str):
-    def change(monkeypatch):
-        resolve_name = plugins.pkgutil.resolve_name
-
-        def changed(name: str) -> Any:
-            if name == path:
-                raise AttributeError(name)
-            return resolve_name(name)
-
-        monkeypatch.setattr(plugins.pkgutil, "resolve_name", changed)
-
-    return change
 
 
 SELECTS = f"{plugin.MOE}.oracle.fp8.{plugin.SELECT}(config weight_key activation_key)"
@@ -1051,8 +1013,7 @@ def test_cutlass_in_a_sweep_gets_the_layer(problem, monkeypatch) -> None:
     monkeypatch.setattr(no_dp_ep, "moe_kernel_quantize_input", quantise)
     monkeypatch.setattr(cutlass_moe, "run_cutlass_moe_fp8", run)
     monkeypatch.setattr(cutlass_moe, "moe_permute_unpermute_supported", lambda: False)
-    _, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    _, x, topk_weights, ids = problem
     part = Weights(16, H, WIDTH, per_channel=True)
     places = torch.full((E,), -1, dtype=torch.int32)
     places[8:24] = torch.arange(16, dtype=torch.int32)
@@ -1214,8 +1175,7 @@ EXCHANGES = {  # the part of vLLM that says which ids it needs
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_exchange_asks_for_the_prepared_kernels(exchange, problem, quantised, monkeypatch):
     """Tokens arrive in FP8, their scales token by token, or sorted by expert."""
-    weights, x, logits, bias = problem
-    topk_weights, ids = grouped_topk(x, logits, bias)
+    weights, x, topk_weights, ids = problem
     if path := EXCHANGES[exchange]:
         monkeypatch.setitem(sys.modules, "deep_ep", MagicMock())
         of_exchange = pkgutil.resolve_name(f"{plugin.MOE}.prepare_finalize.{path}")
@@ -1225,7 +1185,7 @@ def test_an_exchange_asks_for_the_prepared_kernels(exchange, problem, quantised,
     monkeypatch.setattr(vllm_experts, "prepare", prepare)
     exchange_form = bake.EXCHANGES[exchange]
     if exchange_form.batched:
-        exchanged(weights, x, topk_weights, ids)
+        exchanged(*problem)
     else:
         experts = vllm_experts.VllmExperts(config_of(), quant_config_of(weights))
         q, scale = quantise_rows(x)

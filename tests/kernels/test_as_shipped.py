@@ -13,14 +13,13 @@ import torch
 from every_config import Job, Sizes, shipped, wrong
 from gemm_configs import SHIPPED
 from markers import backends, more
-from moe_fp8 import reference
 from moe_fp8.call import MoeInputs
 from moe_fp8.kernels import architectures
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
 from moe_fp8.layer import make_call
 from moe_fp8.reference import calc_diff
 from moe_fp8.shape import DEEPSEEK_V3, MoeShape
-from problems import fp8, use_target
+from problems import by_model, fp8, use_target
 
 from scripts.measuring.processes import process_pool
 
@@ -69,11 +68,8 @@ def test_as_the_model(target, tokens, terms, schedule, emulator, monkeypatch):
     emulator.options.mode, emulator.options.dependents = schedule, "early"
     emulator.options.max_instructions = 40_000_000  # who asks for rows seldom does so in vain
     inputs = inputs_of(tokens)
-    wanted, out = (
-        torch.full((tokens, DEEPSEEK_V3.hidden_size), torch.nan, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    reference.fused(inputs, wanted, DEEPSEEK_V3, terms=terms)
+    wanted = by_model(inputs, DEEPSEEK_V3, terms)
+    out = torch.full_like(wanted, torch.nan)
     make_call(tokens, out.device, DEEPSEEK_V3, terms)(inputs, out)
     assert calc_diff(out, wanted) < 1e-7
     assert out.isfinite().all() and (wanted.abs().sum(dim=1) > 0).all()

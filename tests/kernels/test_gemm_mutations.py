@@ -273,50 +273,52 @@ def test_the_kernel_as_it_is(config, rows, seeds, emulator):
     assert not noticed_in_gemm(config, rows, lambda ptx: ptx + "\n", emulator, seeds)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        HopperConfig(overlap=True, stages=3),
-        HopperConfig(tile_m=192, stages=2, schedule=Schedule.DYNAMIC, unroll=True, cluster_n=2),
-        HopperConfig(tile_m=8, swap_ab=True),
+WARP_SYNC = r"bar\.warp\.sync\s+-1;"
+QUEUE = HopperConfig(tile_m=192, stages=2, schedule=Schedule.DYNAMIC)
+INITIALISED = r"barrier\.cluster\.arrive\.relaxed;\s*barrier\.cluster\.wait;"
+"""After mbarrier.init: the other CTAs of the cluster may use the barrier from there on."""
+NOT_KNOWN_TO_BE_INITIALISED = {
+    "a barrier of each CTA only": replace(INITIALISED, "bar.sync 0;"),
+    "an arrival that says nothing": replace(r"fence\.mbarrier_init\S*;", ""),
+    "an arrival, no wait": replace(r"(?<=relaxed;)\s*barrier\.cluster\.wait;", "bar.sync 0;"),
+}
+OF_NO_RESULT: list[tuple[str, Edit, set[str], list]] = [
+    # Every form of the main loop.
+    ("registers of WGMMA", replace(r"wgmma\.fence\.sync\.aligned;", ""), {"missing-wgmma-fence"}, [
+        HopperConfig(overlap=True, stages=3), HopperConfig(tile_m=8, swap_ab=True),
+        dataclasses.replace(QUEUE, unroll=True, cluster_n=2),
         HopperConfig(tile_m=64, overlap=True, stages=3),
-    ],
-    ids=str,
-)
-def test_registers_of_wgmma(config, emulator):
-    """Every form of the main loop has a hazard without the fence, and none with it."""
-    problem = gemm((130, 65), 256, 512, 256, exact=True)
-    edit = replace(r"wgmma\.fence\.sync\.aligned;", "")
-    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"missing-wgmma-fence"})):
-        launch(problem, config, ctas=2)
-        assert emulator.reports[-1].hazard_kinds() == expected
-
-
-@pytest.mark.parametrize("cluster_n", [1, 2])
-def test_the_tile_queue_without_its_warp_sync(cluster_n, emulator):
-    """Lane 0 frees the slot that the other lanes still read: no result shows it. Nor do scales of B
-    that the lanes of a warp keep for each other."""
-    config = HopperConfig(tile_m=192, stages=2, schedule=Schedule.DYNAMIC, cluster_n=cluster_n)
-    problem = gemm((130, 0, 65), 256, 512, 256, exact=True)
-    edit = replace(r"bar\.warp\.sync\s+-1;", "")
-    seen = {"shared-race", "missing-warp-sync"}
-    for emulator.host.ptx_transform, expected in ((None, set()), (edit, seen)):
-        assert torch.equal(launch(problem, config, ctas=1), problem.expected)
-        assert emulator.reports[-1].hazard_kinds() == expected
+    ]),
+    # Lane 0 frees the slot that the other lanes still read. Nor are scales of B ordered that the
+    # lanes of a warp keep for each other.
+    ("the tile queue", replace(WARP_SYNC, ""), {"shared-race", "missing-warp-sync"},
+     [QUEUE, dataclasses.replace(QUEUE, cluster_n=2)]),
+    # Each lane copies some of the scales and waits for its own; all lanes read all of them.
+    ("scales of channels", after(r"cp\.async\.wait_group", replace(WARP_SYNC, "", 0)),
+     {"shared-race"}, [dataclasses.replace(config, per_channel=True) for config in (
+         HOPPER, HopperConfig(tile_m=16, swap_ab=True), BLACKWELL)]),
+    # TMA multicast, consumers and MMA commits arrive at the barriers of the other CTA.
+    *((name, edit, {"mbarrier-init-race"}, [
+        dataclasses.replace(HOPPER, cluster_m=2), dataclasses.replace(HOPPER, cluster_n=2),
+        PAIR, dataclasses.replace(BLACKWELL, cluster_n=2)])
+      for name, edit in NOT_KNOWN_TO_BE_INITIALISED.items()),
+]  # fmt: skip
+"""Faults that no result shows, what the emulator calls them, and the configs."""
 
 
 @pytest.mark.parametrize(
-    "config",
-    [HOPPER, HopperConfig(tile_m=16, swap_ab=True), BLACKWELL],
-    ids=str,
+    ("config", "edit", "kinds"),
+    [
+        pytest.param(config, edit, kinds, id=f"{name}-{config}")
+        for name, edit, kinds, configs in OF_NO_RESULT
+        for config in configs
+    ],
 )
-def test_scales_of_channels_without_the_warp_sync_behind_their_copy(config, emulator):
-    """Each lane copies some of the scales and waits for its own; all lanes read all of them."""
-    config = dataclasses.replace(config, per_channel=True)
-    problem = gemm((130, 0, 65), 256, 512, 256, exact=True, per_channel=True)
-    edit = after(r"cp\.async\.wait_group", replace(r"bar\.warp\.sync\s+-1;", "", 0))
-    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"shared-race"})):
-        launch(problem, config, ctas=1)
+def test_a_fault_that_no_result_shows_is_a_hazard(config, edit, kinds, emulator):
+    """There is none without the fault."""
+    problem = gemm((130, 0, 230), 256, 512, 256, exact=True, per_channel=config.per_channel)
+    for emulator.host.ptx_transform, expected in ((None, set()), (all_of(edit), kinds)):
+        assert torch.equal(launch(problem, config, ctas=1), problem.expected)
         assert emulator.reports[-1].hazard_kinds() == expected
 
 
@@ -333,37 +335,6 @@ def test_rows_of_many_experts_without_their_barrier(config, emulator):
     barrier = after(r"st\.shared\.v2", replace(r"bar\.sync\s+0;", "", 0))
     for edit, expected in ((lambda ptx: ptx + "\n", False), (barrier, True)):
         assert noticed(run, problem.expected, edit, emulator) == expected
-
-
-INITIALISED = r"barrier\.cluster\.arrive\.relaxed;\s*barrier\.cluster\.wait;"
-"""After mbarrier.init: the other CTAs of the cluster may use the barrier from there on."""
-NOT_KNOWN_TO_BE_INITIALISED = {
-    "a barrier of each CTA only": replace(INITIALISED, "bar.sync 0;"),
-    "an arrival that says nothing": replace(r"fence\.mbarrier_init\S*;", ""),
-    "an arrival, no wait": replace(r"(?<=relaxed;)\s*barrier\.cluster\.wait;", "bar.sync 0;"),
-}
-"""Faults that no result shows: a cluster's CTAs reach their barriers at about the same time."""
-
-
-@pytest.mark.parametrize(
-    ("config", "rows"),
-    [
-        (dataclasses.replace(HOPPER, cluster_m=2), (130, 65)),
-        (dataclasses.replace(HOPPER, cluster_n=2), (130, 65)),
-        (PAIR, (65, 230)),
-        (dataclasses.replace(BLACKWELL, cluster_n=2), (65, 230)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", NOT_KNOWN_TO_BE_INITIALISED)
-def test_barriers_of_the_cluster_are_initialised(name, config, rows, emulator):
-    """TMA multicast, consumers and MMA commits arrive at the barriers of the other CTA; no result
-    shows it."""
-    problem = gemm(rows, 256, 256, 256, exact=True)
-    edit = all_of(NOT_KNOWN_TO_BE_INITIALISED[name])
-    for emulator.host.ptx_transform, expected in ((None, set()), (edit, {"mbarrier-init-race"})):
-        assert torch.equal(launch(problem, config, 1), problem.expected)
-        assert emulator.reports[-1].hazard_kinds() == expected
 
 
 def test_scales_from_a_row_that_tma_cannot_start_at(emulator):

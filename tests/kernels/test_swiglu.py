@@ -18,7 +18,7 @@ from moe_fp8.kernels.swiglu import compile_swiglu_quant
 from moe_fp8.ladder import v4_flat
 from moe_fp8.reference import calc_diff, choose_experts, quantise_rows
 from moe_fp8.shape import Form, MoeShape, Swiglu
-from problems import SHAPE, TOLERANCE, configs_of, fused_output, inputs_of, use_target
+from problems import SHAPE, TOLERANCE, by_model, configs_of, fused_output, inputs_of, use_target
 
 GEOMETRY = MoeShape(16, 8, 256, 128, 4, 2, 3)
 LOCAL, HIDDEN, WIDTH = GEOMETRY.num_local_experts, GEOMETRY.hidden_size, GEOMETRY.intermediate_size
@@ -57,12 +57,11 @@ def test_both_functions_are_the_formula(options, accurate, problem, backend):
     local = ids.where(ids < LOCAL, -1)
     wanted = layer(x, local, factors, weights, activation(**options))
     plain = layer(x, local, factors, weights)
-    tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
     options = options | {"accurate": accurate}
-    out = backend.run(experts, ids.int(), factors, x, *tensors, **options)
+    out = backend.run(experts, ids.int(), factors, x, *weights.tensors, **options)
     assert calc_diff(out, wanted) < (1e-5 if accurate else 1e-3) and calc_diff(out, plain) > 0.01
     fused_out = backend.run(
-        fused_moe, logits, bias, x, None, *tensors, routed_scaling_factor=2.5, n_group=4,
+        fused_moe, logits, bias, x, None, *weights.tensors, routed_scaling_factor=2.5, n_group=4,
         topk_group=2, top_k=3, gate_first=True, **options,
     )  # fmt: skip
     assert calc_diff(fused_out, out) < 1e-5, "exponentials of the routing may differ on a GPU"
@@ -71,8 +70,7 @@ def test_both_functions_are_the_formula(options, accurate, problem, backend):
 def test_the_layers_of_one_operation_after_the_other_take_it_too(problem):
     weights, x, logits, bias = problem
     q, scale = quantise_rows(x)
-    tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
-    inputs = MoeInputs(logits, bias, q, scale, *tensors, 0, 2.5)
+    inputs = MoeInputs(logits, bias, q, scale, *weights.tensors, 0, 2.5)
     shape = dataclasses.replace(GEOMETRY, swiglu=Swiglu(0.5, 1.702, 1.0))
     out = torch.empty_like(x)
     v4_flat.moe(inputs, out, shape)
@@ -117,13 +115,12 @@ def test_scales_of_what_is_not_finite_are_no_powers_of_two():
 def test_the_layer_makes_scales_that_are_powers_of_two_where_asked_for(problem, backend):
     weights, x, *_ = problem
     ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
-    tensors = weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
     q, scale = quantise_rows(x, ue8m0=True)
     run = partial(backend.run, experts, ids, ones)
-    out = run(x, *tensors, ue8m0=True)
-    assert torch.equal(out, run(q, *tensors, x_scale=scale, ue8m0=True))
-    assert not torch.equal(out, run(q, *tensors, x_scale=scale))
-    assert not torch.equal(out, run(x, *tensors))
+    out = run(x, *weights.tensors, ue8m0=True)
+    assert torch.equal(out, run(q, *weights.tensors, x_scale=scale, ue8m0=True))
+    assert not torch.equal(out, run(q, *weights.tensors, x_scale=scale))
+    assert not torch.equal(out, run(x, *weights.tensors))
     assert calc_diff(out, layer(x, ids, ones, weights)) < 3e-3
 
 
@@ -161,9 +158,9 @@ def test_a_nan_passes_the_limit_and_an_infinity_does_not(problem):
 )
 def test_a_wrong_activation_is_named(options, message, problem):
     weights, x, logits, bias = problem
-    ids, tensors = torch.zeros(21, 1).int(), (weights.w13, weights.w13_scale)
+    ids = torch.zeros(21, 1).int()
     with pytest.raises(ValueError, match=f"^{message}"):
-        experts(ids, torch.ones(21, 1), x, *tensors, weights.w2, weights.w2_scale, **options)
+        experts(ids, torch.ones(21, 1), x, *weights.tensors, **options)
 
 
 def test_a_kernel_is_told_by_the_numbers_and_not_by_their_types():
@@ -179,14 +176,13 @@ def test_a_kernel_is_told_by_the_numbers_and_not_by_their_types():
 def test_a_compiler_keeps_the_numbers(problem):
     weights, x, *_ = problem
     ids, ones = torch.zeros(21, 1).int(), torch.ones(21, 1)
-    tensors = (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        return experts(ids, ones, x, *tensors, **OPTIONS[1])
+        return experts(ids, ones, x, *weights.tensors, **OPTIONS[1])
 
-    assert torch.equal(compiled(x), experts(ids, ones, x, *tensors, **OPTIONS[1]))
-    assert not torch.equal(compiled(x), experts(ids, ones, x, *tensors))
+    assert torch.equal(compiled(x), experts(ids, ones, x, *weights.tensors, **OPTIONS[1]))
+    assert not torch.equal(compiled(x), experts(ids, ones, x, *weights.tensors))
 
 
 # --- as compiled ----------------------------------------------------------------------------------
@@ -245,10 +241,8 @@ def device(target, monkeypatch):
 @pytest.mark.parametrize(("target", "name", "terms"), KERNELS)
 def test_the_layer_is_the_models(target, name, terms, swiglu, gate_first, device, emulator):
     inputs, form = inputs_of(9, 4), dataclasses.replace(Form(), gate_first=gate_first)
-    wanted, plain = (torch.empty(inputs.hidden_states.shape).bfloat16() for _ in range(2))
     shape = dataclasses.replace(SHAPE, swiglu=swiglu)
-    reference.fused(inputs, wanted, shape, terms, gate_first)
-    reference.fused(inputs, plain, SHAPE, terms, gate_first)
+    wanted, plain = (by_model(inputs, s, terms, gate_first) for s in (shape, SHAPE))
     out = fused_output(inputs, shape, configs_of(target, name, terms), form)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[terms] and calc_diff(plain, wanted) > 0.1
@@ -269,10 +263,8 @@ def test_powers_of_two_are_the_models(target, name, tokens, device, emulator):
     x = torch.randn(tokens, SHAPE.hidden_size).bfloat16()
     inputs = fp8_inputs._replace(hidden_states=x, hidden_states_scale=None)
     shape, form = dataclasses.replace(SHAPE, ue8m0=True), dataclasses.replace(Form(), x=x.dtype)
-    wanted, plain = (torch.empty_like(x) for _ in range(2))
-    reference.fused(inputs, wanted, shape)
-    reference.fused(inputs, plain, SHAPE)
-    assert calc_diff(plain, wanted) > 1e-4
+    wanted = by_model(inputs, shape)
+    assert calc_diff(by_model(inputs, SHAPE), wanted) > 1e-4
     out = fused_output(inputs, shape, configs_of(target, name), form)
     assert not any(report.hazards for report in emulator.reports)
     assert calc_diff(out, wanted) < TOLERANCE[1] / 10

@@ -33,18 +33,18 @@ FUSED_STAGES = ["choose", "number", "permute", "gemm1", "gemm2", "combine"]
 def profiled(monkeypatch):
     """Rows of a call with these kernels, traced three times."""
 
-    def run(*names: str, device: dict | None = None, eager: bool = False) -> list[dict]:
+    def run(*names: str, device: dict | None = None, waits: bool = False) -> list[dict]:
         spans, each = calls_of(*names, calls=3), len(names) + 1
         traced = [spans[i * each + 1 : (i + 1) * each] for i in range(3)]
         device = device or {"ms": 0.009, "p10": 0.008, "p90": 0.01, "calls": 3, "method": "graph"}
-        monkeypatch.setattr(kernels, "waits", lambda call: False)
+        monkeypatch.setattr(kernels, "waits", lambda call: waits)
         monkeypatch.setattr(kernels, "captured", lambda call: call)
         monkeypatch.setattr(kernels, "flush_buffer", lambda: torch.zeros(1))
         monkeypatch.setattr(kernels, "traced_calls", lambda *_: traced)
         monkeypatch.setattr(kernels, "device_times", lambda *_: {"": device})
         into, h = rows.Writer("kernels", "a GPU", "m"), Histogram("a", 3, (3, 0, 1), hit=2)
         solution = SimpleNamespace(name="x", hash=lambda: "1")
-        kernels.measure(into, solution, lambda: None, h, DEFAULT, RATES, 5.0, 3, eager)
+        kernels.measure(into, solution, lambda: None, h, DEFAULT, RATES, 5.0, 3)
         return into.rows
 
     return run
@@ -58,7 +58,7 @@ def test_figures_are_medians_and_gaps_may_be_negative(profiled) -> None:
     assert (b["value"], b["p10"], b["p90"], b["gap"]) == (12.0, 11.0, 15.0, -2.0)
     assert (span["value"], span["sum"], span["part"]) == (21.0, 23.0, "span")
     assert profiled("a", "short")[2]["value"] == 11.0, "the last one ends before the first"
-    methods = [profiled("a", eager=eager)[1]["method"] for eager in (False, True)]
+    methods = [profiled("a", waits=waits)[1]["method"] for waits in (False, True)]
     assert methods == ["replays of a CUDA graph", "calls"]
     assert span["roofline"] == device["roofline"] == pytest.approx(5.0)
     assert (device["value"], device["clock"], device["unit"]) == (
@@ -215,10 +215,10 @@ def test_each_definition_and_workload_has_its_rows_and_table(measure, monkeypatc
     """Run everything but the GPU's measurements, on the smallest workload."""
     choose, seen, marked = cases.choose, [], []
 
-    def measured(into, solution, call, h, layer, rates, least_us, repeats, eager):
+    def measured(into, solution, call, h, layer, rates, least_us, repeats):
         assert least_us == pytest.approx(40.0)
         case = {"definition": layer.name, "uuid": h.uuid, **h.counts()}
-        seen.append((solution.name, call, case["active"], layer.short, rates, repeats, eager))
+        seen.append((solution.name, call, case["active"], layer.short, rates, repeats))
         source = {"hash": solution.hash()}
         into.add(case, solution.name, value=11.0, unit="us", part="gemm1", **source)
 
@@ -237,7 +237,7 @@ def test_each_definition_and_workload_has_its_rows_and_table(measure, monkeypatc
     assert done.returncode == 0 and "| gemm1 " in done.stdout
     assert "cutedsl_moe_fp8_fused, T=1: 3 pairs, 3 experts" in done.stdout
     assert seen == [
-        ("cutedsl_moe_fp8_fused", "call", 3, "", RATES, 20, False),
-        ("cutedsl_moe_fp8_fused_dsv3_tp8", "call", 8, "dsv3_tp8", RATES, 20, False),
+        ("cutedsl_moe_fp8_fused", "call", 3, "", RATES, 20),
+        ("cutedsl_moe_fp8_fused_dsv3_tp8", "call", 8, "dsv3_tp8", RATES, 20),
     ], "all experts are there in the second"
     assert list(recorded.hashes("kernels")) == [subject for subject, *_ in seen]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flashinfer_bench.bench.utils import load_safetensors
-from flashinfer_bench.data import Definition, Trace, load_json_file
+from flashinfer_bench.data import Trace
 from moe_fp8 import experts, from_mxfp4
 from moe_fp8.four_bits import packed, reencoded, weights
 from moe_fp8.four_bits.weights import Prepared, signature
@@ -15,18 +15,15 @@ from moe_fp8.ladder.adapter import run_of
 from moe_fp8.shape import MoeShape
 from mxfp4_values import SOLUTION_SHAPE as SHAPE
 from mxfp4_values import arguments, decoded
+from test_definitions import load
 
 from scripts import data
-from scripts.common.definitions import MXFP4, MoeDefinition, find, weight_bytes
+from scripts.common.definitions import MXFP4, find, weight_bytes
 from scripts.common.program import ROOT
 from scripts.measuring import cases
 
 LIMIT = 10.0
 every = pytest.mark.parametrize("definition", MXFP4, ids=lambda d: d.short)
-
-
-def load(definition: MoeDefinition) -> Definition:
-    return load_json_file(Definition, ROOT / definition.path)
 
 
 # --- what a definition says ----------------------------------------------------------------------

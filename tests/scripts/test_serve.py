@@ -620,11 +620,7 @@ def test_memory_is_reported_while_a_model_is_loaded_and_after(tmp_path, monkeypa
         gib["max"] = 99  # before the model
         monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
         assert Loader().load_model(most, after) == "model"
-    model = find_model("qwen3-30b-a3b", 2, True)
-    backend = SimpleNamespace(
-        setup=Setup("vllm", "engine", model), directory=tmp_path, version="1", start_seconds=1.0,
-        log_lines=lambda text: [], ask=lambda *_: None,
-    )  # fmt: skip
+    backend = named("engine", directory=tmp_path, log_lines=lambda text: [])
     rows = {row["part"]: (row["value"], row["unit"]) for row in serve.check(backend)}
     assert rows["memory while loading"] == (7.0, "GiB")
     assert rows["memory after loading"] == (5.0, "GiB")
@@ -907,11 +903,9 @@ def test_sglang_s_ranks_leave_their_times_in_files(tmp_path, monkeypatch):
 def test_an_unknown_time_has_no_row():
     def backend(name: str) -> SimpleNamespace:
         asked = iter(range(100))
-        return SimpleNamespace(
-            setup=Setup("vllm", name, find_model("qwen3-30b-a3b", 2, True)), version="",
-            ask=lambda what, size, repeat: math.nan if what == "graph" and name == "engine"
-            else 1.0 + next(asked),
-        )  # fmt: skip
+        unknown = name == "engine"
+        return named(name, ask=lambda what, *_: math.nan if what == "graph" and unknown
+                     else 1.0 + next(asked))  # fmt: skip
 
     figures = serve.Plan((1,), (), 2).figures
     rows = list(serve.timed([backend("engine"), backend("ours")], figures, 2))

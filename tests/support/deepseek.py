@@ -24,6 +24,7 @@ from moe_fp8.ladder import v5_fused as v5
 from moe_fp8.ladder import v6_fused_hifi as v6
 from moe_fp8.reference import calc_diff
 from moe_fp8.shape import DEEPSEEK_V3 as SHAPE
+from moe_fp8.shape import MoeShape
 
 FP8 = torch.float8_e4m3fn
 OFFSET = 64
@@ -68,26 +69,30 @@ way here and the other way there. At the layer's output that is a calc_diff of a
 
 def random_fp8(generator: torch.Generator, *dims: int) -> torch.Tensor:
     """Normal values clamped to +-2, made in pieces: float32 takes four times the memory."""
-    out = torch.empty(dims, dtype=FP8, device="cuda")
+    out = torch.empty(dims, dtype=FP8, device=generator.device)
     for piece in out if len(dims) > 2 else [out]:
-        piece.copy_(torch.randn(piece.shape, generator=generator, device="cuda").clamp_(-2, 2))
+        piece.copy_(normal(generator, *piece.shape).clamp_(-2, 2))
     return out
+
+
+def normal(generator: torch.Generator, *dims: int) -> torch.Tensor:
+    return torch.randn(dims, generator=generator, device=generator.device)
+
+
+def weights_of(shape: MoeShape, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Draw a layer's weights as flashinfer-bench does."""
+    e, h, i = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    return {
+        "gemm1_weights": random_fp8(generator, e, 2 * i, h),
+        "gemm1_weights_scale": normal(generator, e, 2 * i // 128, h // 128),
+        "gemm2_weights": random_fp8(generator, e, h, i),
+        "gemm2_weights_scale": normal(generator, e, h // 128, i // 128),
+    }
 
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    e, h, i = SHAPE.num_local_experts, SHAPE.hidden_size, SHAPE.intermediate_size
-
-    def normal(*dims: int) -> torch.Tensor:
-        return torch.randn(dims, generator=generator, device="cuda")
-
-    return {
-        "gemm1_weights": random_fp8(generator, e, 2 * i, h),
-        "gemm1_weights_scale": normal(e, 2 * i // 128, h // 128),
-        "gemm2_weights": random_fp8(generator, e, h, i),
-        "gemm2_weights_scale": normal(e, h // 128, i // 128),
-    }
+    return weights_of(SHAPE, torch.Generator("cuda").manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +104,10 @@ def make_inputs(weights) -> Callable[..., MoeInputs]:
             bias[expert] = value
         h = SHAPE.hidden_size
         return MoeInputs(
-            routing_logits=torch.randn(tokens, 256, generator=generator, device="cuda"),
+            routing_logits=normal(generator, tokens, 256),
             routing_bias=bias.bfloat16(),
             hidden_states=random_fp8(generator, tokens, h),
-            hidden_states_scale=torch.randn(h // 128, tokens, generator=generator, device="cuda"),
+            hidden_states_scale=normal(generator, h // 128, tokens),
             **weights,
             local_expert_offset=offset,
             routed_scaling_factor=2.5,

@@ -148,6 +148,16 @@ def layer_inputs(
     )  # fmt: skip
 
 
+def by_model(
+    inputs: MoeInputs | RoutedInputs, shape: MoeShape, terms: int = 1, gate_first: bool = False
+) -> torch.Tensor:
+    """Return the reference model's output."""
+    tokens = inputs[2]
+    out = torch.full(tokens.shape, torch.nan, dtype=torch.bfloat16, device=tokens.device)
+    reference.fused(inputs, out, shape, terms, gate_first)
+    return out
+
+
 def configs_of(target: str, name: str, terms: int = 1) -> tuple[Any, Any]:
     """Return the configs of both GEMMs by a name of HOPPER or BLACKWELL; of "192 gathered" GEMM1
     gathers its rows."""
