@@ -236,12 +236,16 @@ COPY = f"""
 READ_OTHERS = "xor.b32 %r4, %r3, 4; add.s32 %r5, %r21, %r4; ld.shared.u32 %r6, [%r5];"
 
 
-@pytest.mark.parametrize("wait", ["cp.async.wait_group 0;", "cp.async.wait_all;"])
+COMMIT_AND_WAIT = "cp.async.commit_group; cp.async.wait_group 0;"
+
+
+@pytest.mark.parametrize("wait", [COMMIT_AND_WAIT, "cp.async.wait_all;"])
 def test_lanes_see_the_copies_of_others_after_a_warp_sync(wait, mode):
-    """A wait shows a lane its own copies alone."""
-    copy = COPY.replace("cp.async.wait_group 0;", wait)
+    """A wait shows a lane its own copies alone. `wait_all` needs no group."""
+    copy = COPY.replace(COMMIT_AND_WAIT, wait)
     assert hazards(f"{copy} ld.shared.u32 %r6, [%r22]; st.shared.u32 [%r22], %r6;") == set()
-    check(f"{copy} bar.warp.sync -1; {READ_OTHERS}", {"bar.warp.sync -1;": "shared-race"})
+    for read in (READ_OTHERS, "ld.shared.u32 %r6, [%r21];"):  # all lanes read that of lane 0
+        check(f"{copy} bar.warp.sync -1; {read}", {"bar.warp.sync -1;": "shared-race"})
 
 
 @pytest.mark.parametrize("between", [*PER_LANE, "wgmma.wait_group.sync.aligned 0;"])
@@ -256,6 +260,19 @@ def test_lanes_overwrite_the_copies_of_others_after_a_warp_sync(mode):
     check(f"{COPY} bar.warp.sync -1; {others}", {"bar.warp.sync -1;": "shared-race"})
     again = f"{COPY} bar.warp.sync -1; {READ_OTHERS} bar.warp.sync 0xffffffff; {COPY}"
     check(again, {"bar.warp.sync 0xffffffff;": "shared-race"})
+
+
+@pytest.mark.parametrize(
+    "before", ["@%p3 bra LOW; bra BOTH; LOW: bar.warp.sync 0xffff; BOTH:", "@!%p3 bra END;"]
+)
+def test_a_warp_sync_shows_the_copies_of_lanes_that_synced_before_or_have_ended(before, mode):
+    """Lanes of the lower half read words of the upper half."""
+    body = f"""
+    setp.lt.u32 %p3, %r1, 16; {COPY} {before} bar.warp.sync -1;
+    @%p3 ld.shared.u32 %r6, [%r22+64];
+END:
+    """
+    check(body, {"bar.warp.sync -1;": "shared-race"})
 
 
 def test_lanes_hand_over_their_copies_by_an_mbarrier(mode):

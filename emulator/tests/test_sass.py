@@ -56,6 +56,8 @@ def test_a_load_is_under_way_on_any_path() -> None:
     branch = ("LDS R2, [R3]", 1), "@P0 BRA `(.L_x_1)", ("NOP", None, 1), ".L_x_1:", ARRIVE
     assert early(*branch) == [(3, [0])]
     assert early(".L_x_1:", ARRIVE, ("LDS R2, [R3]", 1), "@P0 BRA `(.L_x_1)") == [(0, [1])]
+    among_operands = "BRA UP0, `(.L_x_1)"
+    assert early(("LDS R2, [R3]", 1), among_operands, ARRIVE, ".L_x_1:", "NOP") == [(2, [0])]
 
 
 def test_lanes_meet_where_the_last_branch_of_their_barrier_says() -> None:

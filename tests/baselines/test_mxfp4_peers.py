@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,8 @@ def test_sorted_pairs_fill_tiles_of_their_expert(tiles, tokens, offset) -> None:
         (False, 1, humming_moe.INDEXED, (8, 256), True),
         (False, 16, humming_moe.INDEXED, (8, 256), False),
         (False, 901, humming_moe.INDEXED, (8, 256), True),
+        (False, 1344, humming_moe.INDEXED, (64, 256), False),
+        (False, 1920, humming_moe.GROUPED, (8, 256), True),
         (False, 2048, humming_moe.GROUPED, (8, 256), True),
         (False, 3000, humming_moe.INDEXED, (64, 256), False),
         (False, 4096, humming_moe.GROUPED, (8, 256), False),
@@ -201,6 +204,23 @@ def test_humming_runs_faster_kernels_than_the_heuristics(
     for text in plan.tunings:
         options = json.loads(text)
         assert options["block_shape"] == [*tile, 128] and options["use_stream_k"] == stream_k
+
+
+def test_humming_expects_the_pairs_of_this_rank_and_at_least_one() -> None:
+    layer = humming_moe.HummingLayer(MoeShape(384, 48, 7168, 3072, 1, 1, 6, "given"))
+    assert [layer.expected_pairs(tokens) for tokens in (1, 3, 4, 64)] == [1, 3, 3, 48]
+
+
+@pytest.mark.parametrize(
+    ("local", "offset", "expected"),
+    [(6, 0, None), (6, 2, [-1, -1, 0, 1, 2, 3]), (2, 0, [0, 1] + 4 * [-1])],
+)
+def test_marlin_gets_a_map_unless_every_id_is_local(local, offset, expected, monkeypatch) -> None:
+    library = types.SimpleNamespace(get_marlin_workspace=lambda device: torch.zeros(1))
+    monkeypatch.setattr(marlin_moe, "require", lambda *_: library)
+    shape = MoeShape(6, local, 256, 128, 1, 1, 3, "given")
+    expert_map, _ = marlin_moe.map_and_locks.make(offset, shape, torch.device("cpu"))
+    assert (expert_map if expected is None else expert_map.tolist()) == expected
 
 
 @pytest.mark.parametrize("gate_first", [True, False])

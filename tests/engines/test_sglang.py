@@ -361,13 +361,18 @@ def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
     dispatched = tokens(local_ids())
     topk_weights, ids, _ = dispatched.topk_output
     ids = ids.long()
-    prepared, asked = [], []
+    prepared, asked, counted = [], [], []
 
     def prepare(function: Any, *call: Any, **options: Any) -> None:
         prepared.append(function)
         asked.append(kernels_of(function, *call, **options))
 
+    def form_for(forms: list[Any], rows: float) -> Any:
+        counted.append(rows)
+        return forms[0]
+
     monkeypatch.setattr(plugin, "prepare", prepare)
+    monkeypatch.setattr(plugin, "form_for", form_for)
     for count in (0, 33, 33):
         x, scale = dispatched.hidden_states[:count], None
         if fp8:
@@ -377,6 +382,7 @@ def test_tokens_that_deepep_sent_to_this_rank(fp8, by_deepep, monkeypatch):
         out = method.apply(module, arrived)
         assert isinstance(out, deepep.DeepEPNormalCombineInput)
         assert prepared == [plugin.experts] * (count > 0), "once, and by tokens"
+    assert counted == [0, 33 * K / E, 33 * K / E], "rows of an expert, other ranks' included"
     assert calc_diff(out.hidden_states, wanted(dispatched, weights, 1.0)) < 1e-3
     assert not fp8 or asked == [made_for("deepep_normal")]
 
@@ -559,6 +565,7 @@ def test_weights_that_are_fp8_once_they_are_loaded(converted, in_fp4, caplog):
     with caplog.at_level(logging.INFO, plugin.__name__):
         for _ in range(2):
             method.process_weights_after_loading(module)
+    assert method not in plugin.postponed, "decided once; the log has equal lines once"
     assert caplog.text.count("moe_fp8 serves layers") == converted
     assert caplog.text.count("weights in MXFP4 (MOE_FP8_MXFP4=exact packs") == (not converted)
     if converted:

@@ -704,6 +704,12 @@ def test_a_packed_layer_fits_where_another_was_loaded(name, loaded, monkeypatch)
         assert getattr(setup.layer, f"{w}_weight").untyped_storage().nbytes() == nbytes
 
 
+def test_where_nobody_asks_for_mxfp4_vllm_allocates_as_it_does(loaded, monkeypatch):
+    monkeypatch.delenv(plugins.MXFP4, raising=False)
+    parameters = [*loaded("Mxfp4MoEMethod").layer.parameters()]
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters) == 4
+
+
 @pytest.mark.parametrize(("most", "dtype"), [(16, torch.float8_e4m3fn), (17, torch.uint8)])
 def test_fp8_copies_run_where_experts_have_many_rows(most, dtype, processed, problem, monkeypatch):
     """33 tokens of 2 experts: 16.5 rows of each of 4. The bits do not tell which weights ran."""

@@ -19,7 +19,14 @@ from moe_fp8.call import CHUNK_TOKENS
 from moe_fp8.kernels import heuristic_sm90 as sm90
 from moe_fp8.kernels import heuristic_sm100 as sm100
 from moe_fp8.kernels.architectures import ARCHITECTURES, of_target
-from moe_fp8.kernels.configs import SMEM_BYTES, TMEM_COLUMNS, LayerRules
+from moe_fp8.kernels.configs import (
+    CONVERTER_REGISTERS,
+    CTA_REGISTERS,
+    PRODUCER_REGISTERS,
+    SMEM_BYTES,
+    TMEM_COLUMNS,
+    LayerRules,
+)
 from moe_fp8.kernels.configs import GemmConfig as AnyConfig
 from moe_fp8.kernels.configs import GemmConfigSm90 as GemmConfig
 from moe_fp8.kernels.configs import GemmConfigSm100 as BlackwellConfig
@@ -71,7 +78,8 @@ def test_thresholds_are_the_measured_ones():
     """docs/notes/gemm_sm90.md, fused.md have the runs; who changes one says what was measured."""
     few, many = ([(n, config.tile_m) for n, config in t] for t in (sm90.FEW_ROWS, sm90.MANY_ROWS))
     assert few == [(2, 8), (10, 16), (20, 32)] and many == [(36, 64), (96, 128)]
-    assert sm90.MULTIPROCESSORS == 132
+    packed = ((4, 8), (10, 16), (19, 24), (30, 32), (32, 40), (39, 48), (55, 64))  # w4a8.md
+    assert sm90.MULTIPROCESSORS == 132 and sm90.PACKED_ROWS == packed
     assert sm90.choose(48, terms=2) == sm90.TWO_TERMS[0][1]
     assert sm90.choose(48.01, terms=2) == sm90.TWO_TERMS_LARGEST
     assert [rows for rows, _ in sm100.FEW_ROWS + sm100.MANY_ROWS] == [10, 20, 95, 150]
@@ -370,11 +378,16 @@ def test_packed_configs_fit_and_get_larger_tiles_with_more_tokens(layer, terms):
         assert pair[0].tile_m == pair[1].tile_m and pair[0].quantises and not pair[1].quantises
         for config in pair:
             assert config.packed and config.num_stages >= 2
-            assert config.ctas * (config.smem_bytes + 1024) <= SMEM_BYTES + 1024
+            assert config.smem_bytes <= config.smem_limit
+            assert config.ctas * (config.smem_limit + 1024) <= SMEM_BYTES + 1024
             if config.swap_ab:  # the scheduler's copy of the experts' rows, see `with_room_for`
                 left = config.smem_limit - config.smem_bytes - 2 * 4 * experts
                 assert 0 <= left and (config.evict_first or left < config.stage_bytes)
-            assert config.ctas == 1 or config.tile_m <= 32
+            assert config.ctas == 1 + (config.tile_m <= 32 and not config.evict_first)
+            pool = CTA_REGISTERS // config.ctas // config.threads // 8 * 8 * config.warpgroups
+            given = config.consumer_warpgroups * config.consumer_registers
+            given += config.producer_warpgroups * PRODUCER_REGISTERS
+            assert given + config.converter_warpgroups * CONVERTER_REGISTERS <= pool
             assert config.acc_registers < config.consumer_registers
 
 

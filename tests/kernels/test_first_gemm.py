@@ -43,7 +43,13 @@ def test_the_first_gemm_has_the_machine_code_of_v1(n, k, monkeypatch, tmp_path) 
 
 @backends("emulator", "gpu")
 @pytest.mark.parametrize(
-    ("was", "instead"), [("", ""), ("BFloat16(acc[v])", "BFloat16(2 * acc[v])")]
+    ("was", "instead"),
+    [
+        ("", ""),
+        ("BFloat16(acc[v])", "BFloat16(2 * acc[v])"),
+        ("BFloat16(acc[v])", 'BFloat16(acc[v] * float("inf") * 0.0)'),
+    ],
+    ids=["as it is", "doubled", "NaN"],
 )
 def test_the_file_alone_checks_its_result(backend, was, instead, tmp_path) -> None:
     """The file needs nothing beside it, and fails if a kernel computes something else."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from markers import backends, more
 from moe_fp8.kernels.route import WORD_TOKENS, ChooseExperts, compile_route
 from moe_fp8.reference import choose_experts, group_rows
+from moe_fp8.routing import route as route_of
 from moe_fp8.shape import DEEPSEEK_V3, MoeShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -300,6 +301,19 @@ def test_as_the_torch_routing(name, tokens, offset, target, mode, emulator):
     count = int(m_indptr[-1])
     assert torch.equal(token_of_row[:count], rows.token_of_row[:count])
     assert (token_of_row[count:] == -7).all()
+
+
+@backends("emulator")
+def test_without_tokens_no_expert_has_rows(monkeypatch):
+    """No kernel runs then that would write the rows' limits."""
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: torch.full(size, 77, **more))
+    shape = SHAPES[1]
+    logits = torch.zeros(0, shape.num_experts)
+    inputs = SimpleNamespace(
+        routing_logits=logits, routing_bias=logits.sum(0).bfloat16(), local_expert_offset=0,
+        routed_scaling_factor=1.0,
+    )  # fmt: skip
+    assert route_of(inputs, shape).m_indptr.tolist() == [0] * (shape.num_local_experts + 1)
 
 
 @backends("cpu", "emulator")

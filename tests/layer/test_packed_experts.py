@@ -179,6 +179,17 @@ REFUSED = {
         lambda: call_with(changed(0, blocks=blocks_of(0).to("meta"))),
         "w13.blocks: expected device cpu"),
     "no blocks": (lambda: call_with(changed(0, blocks=None)), "w13.blocks: expected torch.uint8"),
+    "blocks' dimensions": (
+        lambda: call_with(changed(0, blocks=blocks_of(0).flatten(0, 1))),
+        "w13.blocks: expected torch.uint8 with 4 dimensions"),
+    "scales' dimensions": (
+        lambda: call_with(w2=changed(2, scale=torch.ones(6, 6))),
+        "w2.scale: expected torch.float32 with 3 dimensions"),
+    "fused_moe's names": (
+        lambda: fused_moe(
+            torch.randn(5, 32), None, torch.randn(5, 384).to(BF16), None,
+            *weights_of(6, 384, 256).fp8[:2], *weights_of(6, 384, 256).packed[2:]),
+        "gemm1_weights: expected PackedWeights as gemm2_weights"),
     "scales' shape": (
         lambda: call_with(w2=changed(2, scale=torch.ones(6, 3, 3))), "w2.scale: expected shape"),
     "scales' type": (

@@ -589,7 +589,12 @@ def test_where_every_owner_is_shown_none_is_hidden(monkeypatch):
     maps = {"uid_map": "0 0 4294967295\n", "overflowuid": f"{HIDDEN}\n"}
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: maps[path.name])
     assert caches._hidden_id("uid") is None
-    for shown, hidden in (("0 1000 1", HIDDEN), ("", HIDDEN), ("0 1000 1\n1 100000 65536", None)):
+    last, all_before = f"{HIDDEN} 1000 1", f"0 1000 {HIDDEN}"
+    shown_and_hidden = (
+        ("0 1000 1", HIDDEN), ("", HIDDEN), ("0 1000 1\n1 100000 65536", None), (last, None),
+        (all_before, HIDDEN),
+    )  # fmt: skip
+    for shown, hidden in shown_and_hidden:
         maps["uid_map"] = shown
         assert caches._hidden_id("uid") == hidden
 

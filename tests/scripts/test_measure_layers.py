@@ -587,6 +587,16 @@ def test_a_roofline_is_bytes_over_the_better_bandwidth_or_flops_over_the_rate() 
     assert compute > memory and compute == pytest.approx(0.9453, abs=1e-3)
 
 
+def test_a_roofline_of_mxfp4_has_its_weights_tokens_and_choice() -> None:
+    layer, weights = find("v4_flash"), 3 * 4096 * 2048
+    assert weight_bytes(layer) == weights / 2 + weights / 32
+    few = {"tokens": 2, "hit": 1, "active": 3, "pairs": 3}
+    size = 3 * weight_bytes(layer) + 2 * 4096 + 2 * (6 * (4 + 4) + 2 * 4096)
+    memory, compute = roofline_ms(few, RATES, None, layer)
+    assert memory == pytest.approx(1e3 * size / 4e12)
+    assert compute == pytest.approx(1e3 * 3 * 2 * weights / 1.5e15)
+
+
 def test_step_by_step_each_waits_for_memory_or_for_the_tensor_cores() -> None:
     """3 pairs read weights, 10000 multiply; rows are written and read again."""
     for pairs, active in ((3, 3), (10_000, 32)):

@@ -122,17 +122,21 @@ def test_random_weights_have_every_code() -> None:
 
 
 def test_constant_inputs_of_a_file_are_read_once(monkeypatch) -> None:
-    """So that weights and scales stay those that a solution has prepared."""
+    """So that weights and scales stay those that a solution has prepared. Both scales lie in one
+    file."""
     definition = load(find("v4_pro"))
     line = (ROOT / data.workloads_path(find("v4_pro"))).read_text().splitlines()[0]
     workload = Trace.model_validate_json(line).workload
-    tensors = {n: torch.zeros(1) for n, i in workload.inputs.items() if i.type == "safetensors"}
+    pinned = [name for name, spec in workload.inputs.items() if spec.type == "safetensors"]
+    tensors = {name: torch.tensor([value]) for value, name in enumerate(pinned)}
     shapes = [None if spec.shape is None else (1,) for spec in definition.inputs.values()]
     fresh = lambda *_: ({n: t.clone() for n, t in tensors.items()}, shapes)  # noqa: E731
     monkeypatch.setattr(cases, "load_tensors", fresh)
     monkeypatch.setattr(cases, "definition_of", lambda trace_set: definition)
     inputs = cases.Inputs(None, "cpu", 1)  # type: ignore[arg-type]
     once, again = inputs.of(workload), inputs.of(workload)
+    named = dict(zip(definition.inputs, once, strict=True))
+    assert {name: named[name] for name in pinned} == tensors
     same = {n for n, a, b in zip(definition.inputs, once, again, strict=True) if a is b}
     assert {n for n in definition.inputs if n.startswith("gemm")} <= same
     assert not {"topk_ids", "topk_weights", "hidden_states"} & same

@@ -369,6 +369,9 @@ def test_help_names_every_default(name: str, monkeypatch) -> None:
             if action.default not in (None, False, [], argparse.SUPPRESS):
                 text = parser._get_formatter()._expand_help(action)
                 assert "(default: " in text and re.sub(r"\s+", "", text) in shown, action
+                if isinstance(action.default, tuple):  # as one would write it
+                    _, written = text.removesuffix(")").split("(default: ")
+                    assert action.type(written) == action.default, action
                 checked += 1
     assert checked or name in ("digests", "pack")
 

@@ -284,6 +284,8 @@ def fp8(**more: Any) -> dict[str, Any]:
         {**SMALL, "moe_intermediate_size": None, "intermediate_size": 128,
          "shared_expert_intermediate_size": 64, "moe_inter_dim": None},
         {**SMALL, **fp8(activation_scheme="dynamic", fmt="e4m3", scale_fmt=None)},
+        {**SMALL, **fp8(scale_fmt="")},
+        {**SMALL, **fp8(scale_fmt="float")},  # as Transformers stores it
         {**SMALL, **fp8(ignored_layers=["lm_head", "re:.*mlp.shared_experts.*",
                                         "model.layers.61.mlp.experts.0.up_proj"])},
     ],

@@ -106,7 +106,7 @@ class Model:
     shared: int = 0  # experts of every token, which SGLang may run with the others
     activation: tuple[tuple[str, float], ...] = ()  # options of `experts`
     per_channel: bool = False  # a weight scale for each output channel, not for each block
-    scale_fmt: str = ""  # "ue8m0": scales are powers of two
+    scale_fmt: str = "float"  # or "ue8m0": scales are powers of two
     mxfp4: bool = False  # experts in four bits, which the plugins pack
     read: str = field(default="", compare=False)  # what the configuration says, and where
 
@@ -215,8 +215,8 @@ def read_model(name: str, config: Any) -> Model:
     return Model(
         name, **sizes, shared=sources["shared"][1] if shared else 0,
         activation=tuple((key, config[key]) for key in ACTIVATION if config.get(key)),
-        per_channel=is_per_channel(quantisation), scale_fmt=quantisation.get("scale_fmt") or "",
-        mxfp4=mxfp4,
+        per_channel=is_per_channel(quantisation),
+        scale_fmt=quantisation.get("scale_fmt") or "float", mxfp4=mxfp4,
         read="; ".join([read, ", ".join(acts) or "SwiGLU (no activation is named)", weights]),
     )  # fmt: skip
 
@@ -286,7 +286,7 @@ def why_not(quantisation: Mapping[str, Any]) -> str:
     for key, values in (
         ("activation_scheme", (None, "dynamic")),
         ("fmt", (None, "e4m3")),
-        ("scale_fmt", (None, "", "ue8m0")),
+        ("scale_fmt", (None, "", "float", "ue8m0")),
     ):
         if quantisation.get(key) not in values:
             return f"{key}={shown(quantisation[key])}: expected {values[-1]}"
