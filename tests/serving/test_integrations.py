@@ -75,6 +75,11 @@ def test_ranks_with_other_switches_are_refused(monkeypatch) -> None:
         torch.distributed.distributed_c10d._get_default_store().set("moe_fp8/0", told)
         plugins.compare_ranks.cache_clear()
         plugins.compare_ranks(plugins.VLLM)  # equal ones
+        for off in ("0", ""):
+            monkeypatch.setenv(plugins.MXFP4, off)
+            plugins.compare_ranks.cache_clear()
+            with pytest.raises(ValueError, match="rank 1 has MOE_FP8_VLLM=1 MOE_FP8_MXFP4=0, rank"):
+                plugins.compare_ranks(plugins.VLLM)
         monkeypatch.setenv(plugins.MXFP4, "lossy")
         plugins.compare_ranks.cache_clear()
         wrong = "rank 1 has MOE_FP8_VLLM=1 MOE_FP8_MXFP4=lossy, rank 0 has MOE_FP8_VLLM=1 .*=exact"

@@ -57,7 +57,7 @@ def tile(rows: int, columns: int, ctas: int, **options: Any) -> dict[str, Any]:
 
 
 class Faster(NamedTuple):
-    """Where another layout than `indexed`, or other options than the heuristic's are faster."""
+    """A layout and changes of the heuristic's options that are faster for some numbers of pairs."""
 
     packed: bool
     least: float  # expected pairs of a local expert, from `least` on and below `below`
