@@ -67,8 +67,9 @@ LARGE = 2**20
 NONE = "none"
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 """Multiprocessors of an H200 and a B200, which decide how many CTAs are launched."""
-MOST_DIFFERENT = 1e-6
-"""The largest accepted calc_diff of the kernels' output to the model's."""
+EXACT, HOPPER = 1e-6, 3e-5
+"""The largest accepted calc_diff of the kernels' output to the model's, with exact sums of products
+and with those of a Hopper GPU, which loses bits: on an H200 it was 2.7e-5 at most."""
 MOST_TOKENS = 7
 """Tokens of the largest workload that is emulated by default."""
 MOST_TOKENS_ASKED_FOR = 80
@@ -427,18 +428,17 @@ def _run(runnable: Any, inputs: Sequence[Any], device: str) -> torch.Tensor:
     return output
 
 
-def unlike(output: torch.Tensor, model: torch.Tensor) -> str:
-    """Describe how the kernels' output differs from the model's beyond rounding; empty if it does
-    not. Among few tokens, flashinfer-bench's tolerance could hide one wrong token."""
+def unlike(output: torch.Tensor, model: torch.Tensor, most: float) -> str:
+    """Describe how the kernels' output differs from the model's beyond rounding, a calc_diff of
+    `most`; empty if it does not. Among few tokens, flashinfer-bench's tolerance could hide one
+    wrong token."""
     difference = calc_diff(output, model)
-    if difference <= MOST_DIFFERENT:
+    if difference <= most:
         return ""
     of_tokens = zip(output.split(1), model.split(1), strict=True)
-    wrong = [
-        i for i, (ours, its) in enumerate(of_tokens) if not calc_diff(ours, its) <= MOST_DIFFERENT
-    ]
+    wrong = [i for i, (ours, its) in enumerate(of_tokens) if not calc_diff(ours, its) <= most]
     text = f"the output is not the reference model's: calc_diff {difference:.1e}"
-    return f"{text} (rounding: up to {MOST_DIFFERENT:.0e}), in tokens {', '.join(map(str, wrong))}"
+    return f"{text} (rounding: up to {most:.0e}), in tokens {', '.join(map(str, wrong))}"
 
 
 def evaluate_kernels(
@@ -446,8 +446,11 @@ def evaluate_kernels(
 ) -> dict[str, Any]:
     """Evaluate a solution by its kernels. The output must equal the reference model's but for
     rounding."""
+    import ptxemu
+
     fields, output = evaluate(case, config, solution, _run)
-    if fields["status"] == PASSED and output is not None and (why := unlike(output, model)):
+    most = HOPPER if ptxemu.options.hopper_arithmetic else EXACT
+    if fields["status"] == PASSED and output is not None and (why := unlike(output, model, most)):
         return {"status": "RUNTIME_ERROR", "log": why}
     # flashinfer-bench needs a performance where the status is PASSED: zeros mean no time.
     return fields | ({"performance": {}} if "performance" in fields else {})

@@ -470,10 +470,7 @@ dimensions or is nested."""
 
 
 class LayerKey(NamedTuple):
-    """The options, sizes, types and layouts of a call. Calls with equal ones share a layer.
-
-    A call makes it by place: keywords take 0.4 to 0.7 us more.
-    """
+    """The options, sizes, types and layouts of a call. Calls with equal ones share a layer."""
 
     gate_first: Any
     accurate: Any
@@ -481,6 +478,9 @@ class LayerKey(NamedTuple):
     swiglu_alpha: Any
     swiglu_beta: Any
     ue8m0: Any
+    n_group: Any
+    topk_group: Any
+    top_k: Any
     kind: str  # "deepseek_v3", "given" or "batched"
     num_experts: Any
     num_local_experts: int
@@ -494,12 +494,11 @@ class LayerKey(NamedTuple):
     bias: Any = None
     strided_scales: bool = False
     has_map: bool = False
-    n_group: Any = 1
-    topk_group: Any = 1
-    top_k: Any = 1
 
 
-def moe_layer(inputs: MoeInputs, routing: tuple, options: Options) -> tuple[FusedLayer, MoeInputs]:
+def moe_layer(
+    inputs: MoeInputs, routing: tuple[int, int, int], options: Options
+) -> tuple[FusedLayer, MoeInputs]:
     """Return the layer for the sizes and types of a call of `fused_moe`, and the inputs.
 
     Raises:
@@ -510,9 +509,11 @@ def moe_layer(inputs: MoeInputs, routing: tuple, options: Options) -> tuple[Fuse
         (_, num_experts), (_, hidden) = logits.shape, x.shape
         local, rows, intermediate, packed = _sizes(w13, w2)
         key = LayerKey(
-            *options, "deepseek_v3", num_experts, local, hidden, intermediate,
-            logits.dtype, x.dtype, w13_scale.dtype, _is_per_channel(w13_scale, rows), packed,
-            None if bias is None else bias.dtype, _is_strided(x_scale), False, *routing,
+            *options, *routing, kind="deepseek_v3", num_experts=num_experts,
+            num_local_experts=local, hidden_size=hidden, intermediate_size=intermediate,
+            choice=logits.dtype, bias=None if bias is None else bias.dtype,
+            x=x.dtype, strided_scales=_is_strided(x_scale), weight_scale=w13_scale.dtype,
+            per_channel=_is_per_channel(w13_scale, rows), packed=packed,
         )  # fmt: skip
     except NO_TENSOR:
         dims = {"routing_logits": "[T, E]", "hidden_states": "[T, H]"}
@@ -541,9 +542,12 @@ def experts_layer(
                     raise ValueError(f"num_experts={num_experts}: {wanted}")
             num_experts = mapped
         key = LayerKey(
-            *options, "given", local if num_experts is None else num_experts, local, hidden,
-            intermediate, ids.dtype, x.dtype, w13_scale.dtype, _is_per_channel(w13_scale, rows),
-            packed, F32, _is_strided(x_scale), expert_map is not None, top_k=top_k,
+            *options, 1, 1, top_k, kind="given",
+            num_experts=local if num_experts is None else num_experts,
+            num_local_experts=local, hidden_size=hidden, intermediate_size=intermediate,
+            choice=ids.dtype, bias=F32, has_map=expert_map is not None,
+            x=x.dtype, strided_scales=_is_strided(x_scale), weight_scale=w13_scale.dtype,
+            per_channel=_is_per_channel(w13_scale, rows), packed=packed,
         )  # fmt: skip
     except NO_TENSOR:
         dims = {"topk_ids": "[T, K]", "x": "[T, H]", "w13": "[L, 2 I, H]", "w2": "[L, H, I]"}
@@ -563,8 +567,10 @@ def batched_layer(
         local, rows, hidden = x.shape
         _, rows13, intermediate, packed = _sizes(w13, w2)
         key = LayerKey(
-            *options, "batched", local, local, hidden, intermediate, I32, x.dtype,
-            w13_scale.dtype, _is_per_channel(w13_scale, rows13), packed,
+            *options, 1, 1, 1, kind="batched", num_experts=local,
+            num_local_experts=local, hidden_size=hidden, intermediate_size=intermediate,
+            choice=I32, x=x.dtype, weight_scale=w13_scale.dtype,
+            per_channel=_is_per_channel(w13_scale, rows13), packed=packed,
         )  # fmt: skip
     except NO_TENSOR:
         _refuse_shape(inputs, {"x": "[L, R, H]", "w13": "[L, 2 I, H]", "w2": "[L, H, I]"})
