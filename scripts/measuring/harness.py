@@ -363,11 +363,6 @@ def run_on_gpu(
                 one.solutions = {trace.definition: solutions}
                 with on_signals(interrupt, *ENDING):
                     results, why = evaluate(benchmark, one, trace)
-                    while again := [s for s in one.solutions[trace.definition] if lost(s, results)]:
-                        one.solutions = {trace.definition: again}
-                        more, why = evaluate(benchmark, one, trace)
-                        results = [t for t in results if t.solution not in {s.name for s in again}]
-                        results += more
                 if interrupted:  # the signal may be why a solution failed; --resume tries it again
                     results = [t for t in results if t.is_successful()]
                 store(results)
@@ -392,16 +387,14 @@ def run_on_gpu(
     return errors
 
 
-def lost(solution: Solution, results: Sequence[Trace]) -> bool:
-    """Return True if another solution's end of the worker process is why a solution failed."""
-    return any(
-        trace.solution == solution.name and trace.evaluation and LOST in trace.evaluation.log
-        for trace in results
-    )
+def lost(results: Sequence[Trace]) -> set[str]:
+    """Return the solutions that failed because another one ended the worker process."""
+    return {t.solution for t in results if t.solution and t.evaluation and LOST in t.evaluation.log}
 
 
 def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Trace], str]:
-    """Return the results of a workload, and the reason why some solutions have none."""
+    """Return the results of a workload, and the reason why some solutions have none. Solutions that
+    are `lost` run again."""
     logger = logging.getLogger("flashinfer_bench")
     handler = logging.handlers.BufferingHandler(sys.maxsize)
     handler.setLevel(logging.ERROR)
@@ -410,7 +403,13 @@ def evaluate(benchmark: Benchmark, one: TraceSet, trace: Trace) -> tuple[list[Tr
     try:
         # Fail here: flashinfer-bench gives up the GPU after three unreadable workloads.
         load_tensors(one, trace.workload)
-        results = benchmark.run_all(dump_traces=False).traces.get(trace.definition, [])
+        definition, solutions = trace.definition, one.solutions[trace.definition]
+        results = benchmark.run_all(dump_traces=False).traces.get(definition, [])
+        while 0 < len(names := lost(results)) < len(solutions):
+            solutions = [s for s in solutions if s.name in names]
+            one.solutions = {definition: solutions}
+            results = [t for t in results if t.solution not in names]
+            results += benchmark.run_all(dump_traces=False).traces.get(definition, [])
         logged = [line.getMessage() for line in handler.buffer]
         return results, logged[-1] if logged else "no result"
     except UsageError as error:

@@ -330,17 +330,17 @@ def test_a_token_that_is_not_the_models_is_named() -> None:
     model = torch.arange(1.0, 33).view(4, 8).bfloat16()
     output = model.clone()
     output[0, 0] += 2**-7  # the last place
-    for most in (emulate.EXACT, emulate.HOPPER):
+    for most in (emulate.ROUNDING, emulate.HOPPER_ROUNDING):
         assert emulate.unlike(model, model, most) == emulate.unlike(output, model, most) == ""
     worse = output.clone()
     worse[2, 0] += 2**-2
-    assert emulate.unlike(worse, model, emulate.EXACT).endswith("up to 1e-06), in tokens 2")
-    assert not emulate.unlike(worse, model, emulate.HOPPER)
+    assert emulate.unlike(worse, model, emulate.ROUNDING).endswith("up to 1e-06), in tokens 2")
+    assert not emulate.unlike(worse, model, emulate.HOPPER_ROUNDING)
     output[2, :4] = 0
-    why = emulate.unlike(output, model, emulate.HOPPER)
+    why = emulate.unlike(output, model, emulate.HOPPER_ROUNDING)
     assert why.startswith("the output is not the reference model's") and why.endswith("tokens 2")
     output[1, 3] = torch.nan
-    why = emulate.unlike(output, model, emulate.HOPPER)
+    why = emulate.unlike(output, model, emulate.HOPPER_ROUNDING)
     assert "calc_diff nan" in why and why.endswith("in tokens 1, 2")
 
 
