@@ -542,7 +542,7 @@ def experts_layer(
                     raise ValueError(f"num_experts={num_experts}: {wanted}")
             num_experts = mapped
         key = LayerKey(
-            *options, 1, 1, top_k, kind="given",
+            *options, n_group=1, topk_group=1, top_k=top_k, kind="given",
             num_experts=local if num_experts is None else num_experts,
             num_local_experts=local, hidden_size=hidden, intermediate_size=intermediate,
             choice=ids.dtype, bias=F32, has_map=expert_map is not None,
@@ -567,7 +567,7 @@ def batched_layer(
         local, rows, hidden = x.shape
         _, rows13, intermediate, packed = _sizes(w13, w2)
         key = LayerKey(
-            *options, 1, 1, 1, kind="batched", num_experts=local,
+            *options, n_group=1, topk_group=1, top_k=1, kind="batched", num_experts=local,
             num_local_experts=local, hidden_size=hidden, intermediate_size=intermediate,
             choice=I32, x=x.dtype, weight_scale=w13_scale.dtype,
             per_channel=_is_per_channel(w13_scale, rows13), packed=packed,

@@ -22,7 +22,7 @@ OTHERS = (
     "runs",
     "traces",
 )
-"""What a clone without git has besides its files."""
+"""The further contents of a clone without git."""
 EXPORT = "/tmp/h100"
 """The directory of an export on the page."""
 SHIMS = {

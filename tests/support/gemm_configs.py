@@ -18,7 +18,7 @@ SHIPPED = {
     target: [*(config for _, config in (*rules.FEW_ROWS, *rules.MANY_ROWS)), rules.LARGEST]
     for target, rules in (("sm_90a", sm90), ("sm_100a", sm100))
 }
-"""What the heuristics pick, with one term."""
+"""The choices of the heuristics, with one term."""
 HOPPER = (
     Sm90(),
     Sm90(tile_m=64),

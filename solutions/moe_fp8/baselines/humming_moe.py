@@ -77,7 +77,7 @@ FASTER = (
     Faster(True, 4.5, 9, INDEXED, tile(16, 256, ctas=2)),
     Faster(True, 42, 72, INDEXED, tile(64, 256, ctas=1, wgmma_use_late_as=True)),
 )
-"""Of the kernels that Humming's tuner samples, measured on an H200 (docs/notes/baselines.md)."""
+"""Kernels that Humming's tuner samples, measured on an H200 (docs/notes/baselines.md)."""
 
 
 def activation(limit: float | None, gate_first: bool) -> dict[str, Any]:

@@ -318,6 +318,11 @@ def warn(text: str, *values: Any) -> None:
 
 
 def log_decision(layers: str, why: str) -> None:
+    """Log whether our kernels serve layers.
+
+    Raises:
+        ValueError: they do, and ranks have different switches.
+    """
     if why:
         log_once(logging.WARNING, f"moe_fp8 does not serve {layers}: {why}; SGLang's kernel does")
     else:
