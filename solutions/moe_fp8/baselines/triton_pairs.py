@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_stages import Routed
+from .triton_stages import Routed, count_pairs_before, own_pairs
 
 if TYPE_CHECKING:
     from .humming_moe import Sorted
@@ -63,15 +63,6 @@ def sort_pairs(
     )  # fmt: skip
 
 
-@triton.jit
-def _own_pairs(ids, tokens, block, TOP_K: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
-    """Return the pairs of a block of tokens, True for those of a token, and their experts."""
-    pair = tl.arange(0, PAIRS)
-    there = (pair < TOKENS * TOP_K) & (block * TOKENS + pair // TOP_K < tokens)
-    pair += block * TOKENS * TOP_K
-    return pair, there, tl.load(ids + pair, mask=there, other=0)
-
-
 @triton.jit(do_not_specialize=["tokens", "offset"])
 def _count(
     ids,
@@ -85,7 +76,7 @@ def _count(
     PAIRS: tl.constexpr,
 ):
     block = tl.program_id(0)
-    _, there, expert = _own_pairs(ids, tokens, block, TOP_K, TOKENS, PAIRS)
+    _, there, expert = own_pairs(ids, tokens, block, TOP_K, TOKENS, PAIRS)
     lane = tl.arange(0, LANES)
     mark = there[:, None] & ((expert - offset)[:, None] == lane[None, :])
     tl.store(block_counts + block * LOCAL + lane, tl.sum(mark.to(tl.int32), 0), mask=lane < LOCAL)
@@ -123,24 +114,9 @@ def _sort(
     """A program has a block of tokens, and the padding of one expert."""
     program = tl.program_id(0)
     lane = tl.arange(0, LANES)
+    total, before = count_pairs_before(block_counts, blocks, program, LOCAL, LANES)
 
-    # Every program sums the counts of all blocks, which is cheaper than another launch.
-    SUMMED: tl.constexpr = 64
-    total = tl.zeros((LANES,), dtype=tl.int32)
-    before = tl.zeros((LANES,), dtype=tl.int32)
-    first = 0
-    while first < blocks:
-        b = first + tl.arange(0, SUMMED)
-        count = tl.load(
-            block_counts + b[:, None] * LOCAL + lane[None, :],
-            mask=(b < blocks)[:, None] & (lane < LOCAL)[None, :],
-            other=0,
-        )
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where((b < program)[:, None], count, 0), 0)
-        first += SUMMED
-
-    pair, there, expert = _own_pairs(ids, tokens, program, TOP_K, TOKENS, PAIRS)
+    pair, there, expert = own_pairs(ids, tokens, program, TOP_K, TOKENS, PAIRS)
     local = expert - offset
     here = there & (local >= 0) & (local < LOCAL)
     tl.store(pair_row + pair, tl.where(here, pair, -1), mask=there)

@@ -289,6 +289,39 @@ def place(
     )
 
 
+@triton.jit
+def own_pairs(ids, tokens, block, TOP_K: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    """Return the pairs of a block of tokens, True for those of a token, and their experts."""
+    pair = tl.arange(0, PAIRS)
+    there = (pair < TOKENS * TOP_K) & (block * TOKENS + pair // TOP_K < tokens)
+    pair += block * TOKENS * TOP_K
+    return pair, there, tl.load(ids + pair, mask=there, other=0)
+
+
+@triton.jit
+def count_pairs_before(block_counts, blocks, block, LOCAL: tl.constexpr, LANES: tl.constexpr):
+    """Return each expert's pairs in all blocks, and those in the blocks before one.
+
+    Every program sums the counts of all blocks, which is cheaper than another launch.
+    """
+    lane = tl.arange(0, LANES)
+    SUMMED: tl.constexpr = 64
+    total = tl.zeros((LANES,), dtype=tl.int32)
+    before = tl.zeros((LANES,), dtype=tl.int32)
+    first = 0
+    while first < blocks:
+        b = first + tl.arange(0, SUMMED)
+        count = tl.load(
+            block_counts + b[:, None] * LOCAL + lane[None, :],
+            mask=(b < blocks)[:, None] & (lane < LOCAL)[None, :],
+            other=0,
+        )
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((b < block)[:, None], count, 0), 0)
+        first += SUMMED
+    return total, before
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks", "rows", "offset", "multiple"])
 def _place_kernel(
     ids,
@@ -316,39 +349,21 @@ def _place_kernel(
     block = tl.program_id(0)
     lane = tl.arange(0, LANES)
     is_expert = lane < LOCAL
-
-    # Every program sums the counts of all blocks, which is cheaper than another launch.
-    SUMMED: tl.constexpr = 64
-    total = tl.zeros((LANES,), dtype=tl.int32)
-    before = tl.zeros((LANES,), dtype=tl.int32)
-    first = 0
-    while first < blocks:
-        b = first + tl.arange(0, SUMMED)
-        count = tl.load(
-            block_counts + b[:, None] * LOCAL + lane[None, :],
-            mask=(b < blocks)[:, None] & is_expert[None, :],
-            other=0,
-        )
-        total += tl.sum(count, 0)
-        before += tl.sum(tl.where((b < block)[:, None], count, 0), 0)
-        first += SUMMED
+    total, before = count_pairs_before(block_counts, blocks, block, LOCAL, LANES)
     if MASKED:
         padded = tl.where(is_expert, multiple, 0)
     else:
         padded = (total + multiple - 1) // multiple * multiple
     start = tl.cumsum(padded, 0) - padded
 
-    pair = tl.arange(0, PAIRS)
-    token = block * TOKENS + pair // TOP_K
-    position = block * TOKENS * TOP_K + pair
-    there = (pair < TOKENS * TOP_K) & (token < tokens)
-    local = tl.load(ids + position, mask=there, other=0) - offset
+    pair, there, expert = own_pairs(ids, tokens, block, TOP_K, TOKENS, PAIRS)
+    local = expert - offset
     is_local = there & (local >= 0) & (local < LOCAL)
     mark = is_local[:, None] & (local[:, None] == lane[None, :])
     rank = tl.cumsum(mark.to(tl.int32), 0) - 1
     row = tl.sum(tl.where(mark, rank + (start + before)[None, :], 0), 1)
-    tl.store(pair_row + position, tl.where(is_local, row, -1), mask=there)
-    tl.store(token_of_row + row, token, mask=is_local)
+    tl.store(pair_row + pair, tl.where(is_local, row, -1), mask=there)
+    tl.store(token_of_row + row, pair // TOP_K, mask=is_local)
     tl.store(expert_of_row + row, local, mask=is_local)
 
     # Mark this program's share of the rows without a pair.
