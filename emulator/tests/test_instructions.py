@@ -217,7 +217,7 @@ DIGESTS = [
     ("ex2", 0xBF000000, "4adafc53afca0ac9"),
     ("rcp", 0x3F800000, "17b1d11648978710"),
 ]
-# Not measured: by the PTX ISA, and ex2 of whole negative numbers as a G80 has it.
+# By the PTX ISA, and ex2 of whole negative numbers as a G80 has it; an H200 gave the same bits.
 SPECIAL = {
     "ex2": [
         *((bits, 0x3F800000) for bits in (0, 0x80000000, 1, 0x807FFFFF, 0x33000000, 0xB3000000)),
