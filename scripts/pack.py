@@ -1,8 +1,8 @@
 """Pack each solution into one self-contained flashinfer-bench Solution JSON, or export solutions.
 
     python3 run.py pack [NAME ...]          write solutions/, all by default
-    python3 run.py pack --to trace [NAME ...] --gpu H100 --output DIR
-    python3 run.py pack --to apply [NAME ...] --gpu H100 --output DIR
+    python3 run.py pack --to trace [NAME ...] --gpu H200 --output DIR
+    python3 run.py pack --to apply [NAME ...] --gpu H200 --output DIR
 
 A solution is a file of solutions/moe_fp8 with a literal SOLUTION at its top level. Its packed form
 is solutions/<author>/<op_type>/<definition>/<name>.json: the closure of its relative imports and an
