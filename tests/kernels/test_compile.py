@@ -620,8 +620,9 @@ PACKED_LAYERS = [
     for tokens in packed_pairs(layer, terms).values()
 ]
 """The fewest tokens with each pair of configs of a layer."""
-FIRST_PACKED = [(64, 1, "v4_pro"), (4096, 1, "v4_pro")]
-"""Consumers that convert, two CTAs a multiprocessor; converters that feed other consumers."""
+FIRST_PACKED = [(1, 1, "v4_pro"), (64, 1, "v4_pro"), (4096, 1, "v4_pro")]
+"""One wave, whose weights leave L2 first; consumers that convert, two CTAs a multiprocessor;
+converters that feed other consumers."""
 
 
 SPILLS = {24: (16, 0), 32: (80, 10)}
@@ -646,7 +647,8 @@ def test_packed_weights(tokens, terms, layer, compiled_code):
     gemms = [part for part in kernels if "wgmma.mma_async" in part]
     for gemm, config in zip(gemms, configs, strict=True):
         # A tensor's copy has coordinates; packed blocks lie one after the other.
-        assert re.search(r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier", gemm)
+        copies = re.findall(r"cp\.async\.bulk\.shared::cta\.global\.mbarrier(.*)", gemm)
+        assert copies and all(("cache_hint" in copy) == config.evict_first for copy in copies)
         assert not re.search(r"cp\.async\.bulk\.tensor\.[34]d\.shared", gemm), "FP8 weights"
         products = re.findall(
             r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\S* *\{[^}]*\}, *(.)", gemm

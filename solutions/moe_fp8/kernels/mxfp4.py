@@ -25,14 +25,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64, Uint8
-from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import cpasync
+from cutlass._mlir.dialects import llvm, nvvm
 from cutlass.cutlass_dsl import T
 
 from ..shape import BLOCK, PACKED_BYTES
 from .configs import WARP, WARPGROUP, WARPGROUP_WARPS, WGMMA_M
 from .dsl import load, vector
-from .gemm_load import expect_bytes, l2_hint, weights_layout
+from .gemm_load import EVICT_FIRST, expect_bytes, weights_layout
 from .sync import arrive_group
 from .tiles import Tile
 
@@ -201,20 +200,16 @@ class PackedBlocks:
         """Start the copies of K block `kb` into a free stage."""
         # This warp's arrival, with the bytes to wait for.
         full = expect_bytes(ab_pipeline, state, self.bytes)
-        bits = 8 * PACKED_BYTES
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Int32, num_bits_per_copy=bits)
-        one_block = cute.make_layout(BLOCK_WORDS)
+        # `cute.copy` drops the policy of a bulk copy (CuTe DSL 4.8).
+        hint = Int64(EVICT_FIRST).ir_value() if self.config.evict_first else None
         for i in cutlass.range_constexpr(len(copies.blocks)):
             source = copies.blocks[i] + kb * BLOCK_WORDS
             target = copies.sB[None, state.index].iterator + i * BLOCK_WORDS
             with cute.arch.elect_one():
-                cute.copy(
-                    atom,
-                    cute.make_tensor(source.align(16), one_block),
-                    cute.make_tensor(target.align(16), one_block),
-                    mbar_ptr=full,
-                    **l2_hint(self.config),
-                )
+                nvvm.cp_async_bulk_shared_cluster_global(
+                    target.llvm_ptr, source.llvm_ptr, full.llvm_ptr,
+                    Int32(PACKED_BYTES).ir_value(), l2_cache_hint=hint,
+                )  # fmt: skip
 
 
 def block_at(b: cute.Tensor, expert: Int32, column_block: Int32) -> cute.Pointer:
