@@ -1,8 +1,8 @@
 """A run as an HTML page, a ranking in the terminal, or the generated blocks of README and docs.
 
 python3 run.py report                                  # the page of the latest run of bench
-python3 run.py report results/nvidia-h200/2026-11-28   # of a recorded one
-python3 run.py report --text results/nvidia-h200/2026-11-28 --by device
+python3 run.py report results/nvidia-h200/2026-11-29   # of a recorded one
+python3 run.py report --text results/nvidia-h200/2026-11-29 --by device
 python3 run.py report --pages --check                  # fails if a page and its record disagree
 
 --text ranks flashinfer-bench trace files (JSON lines) or directories of them, ours or anyone's.
