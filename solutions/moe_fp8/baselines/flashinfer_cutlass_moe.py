@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 SOLUTION = {
     "name": "flashinfer_cutlass_moe",
     "target_hardware": ["NVIDIA_H100", "NVIDIA_H200"],
-    "dependencies": ["torch", "triton", "flashinfer-python==0.7.2.post1"],
+    "dependencies": ["torch", "triton", "flashinfer-python==0.7.4"],
 }
 
-REQUIREMENT = "flashinfer-python==0.7.2.post1"
+REQUIREMENT = "flashinfer-python==0.7.4"
 SHAPE = DEEPSEEK_V3
 
 
