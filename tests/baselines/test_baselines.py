@@ -33,7 +33,7 @@ LIBRARIES = {
     "sglang_moe": ("sgl_kernel", "sglang-kernel>=0.4.3"),
     "deepgemm_moe": ("deep_gemm", "sgl-deep-gemm>=0.1.5"),
     "flashinfer_moe": ("flashinfer", "flashinfer-python"),
-    "flashinfer_cutlass_moe": ("flashinfer", "flashinfer-python==0.7.2.post1"),
+    "flashinfer_cutlass_moe": ("flashinfer", "flashinfer-python==0.7.4"),
     "flashinfer_prims_ts_moe": ("flashinfer", "flashinfer-python>=0.7.2"),
     "hpc_ops_moe": (
         "hpc",
