@@ -118,7 +118,7 @@ OTHERS = {
 """The device, the experts, the tokens and the width are those of the tensor that tells them first:
 of some faults the next argument that disagrees is named."""
 ROUTED = RoutedInputs._fields[:8]
-ALIKE = ("number", "list", "rank+1", "rank-1", "scalar")
+ALIKE = ("number", "list", "rank+1", "scalar")
 """Faults that the functions see as they see others."""
 
 
