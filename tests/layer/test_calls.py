@@ -316,6 +316,15 @@ def test_another_error_of_a_good_call_stays_what_it_is(layer, called):
     assert called == ["validated"]
 
 
+def test_the_workspace_is_of_the_current_stream_of_the_gpu(monkeypatch):
+    streams = {0: 6, 1: 7}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_cudaCachingAllocator_raw_alloc", lambda *asked: asked, raising=False
+    )
+    assert layer_module.allocate(64, 1) == (64, 7)
+
+
 def test_on_the_cpu_nothing_is_kept(gpus):
     """The model compares nothing itself."""
     on_cpu, inputs = FusedLayer(SHAPE), random_inputs(SHAPE, TOKENS)

@@ -154,20 +154,23 @@ def compiled(monkeypatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "options", "target", "num_sms"),
+    ("gpu", "options", "target", "num_sms", "local"),
     [
-        ("h100", (), "sm_90a", 132),
-        ("h200", (), "sm_90a", 132),
-        ("b200", (), "sm_100a", 148),
-        ("h100", ("--multiprocessors", "114"), "sm_90a", 114),
+        ("h100", (), "sm_90a", 132, 4),
+        ("h200", (), "sm_90a", 132, 4),
+        ("b200", (), "sm_100a", 148, 4),
+        ("h100", ("--multiprocessors", "114"), "sm_90a", 114, 4),
+        ("h100", ("--tensor-parallel", "2", "--expert-parallel"), "sm_90a", 132, 2),
     ],
 )
-def test_the_gpu_decides_kernels(gpu, options, target, num_sms, config, compiled, tmp_path, capsys):
+def test_the_gpus_decide_kernels(
+    gpu, options, target, num_sms, local, config, compiled, tmp_path, capsys
+):
     assert run(config, tmp_path / "out", *options, gpu=gpu) == 0
     assert {geometry[3:5] for geometry in compiled} == {(num_sms, target)}
     printed = capsys.readouterr().out
     assert f"GPU       {gpu}, {target}, {num_sms} multiprocessors\n" in printed
-    assert "layers    4 of 4 experts, top 2, 256 x 128\n" in printed
+    assert f"layers    {local} of 4 experts, top 2, 256 x 128\n" in printed
     assert f"use it    {CACHE_VARIABLE}={tmp_path / 'out'}\n" in printed
     architecture = BLACKWELL if gpu == "b200" else HOPPER
     for tokens in (1, 37, 16384):
@@ -297,9 +300,9 @@ def test_a_configuration_is_read(config):
 CHANNELS = {"strategy": "channel", "type": "float", "num_bits": 8}
 
 
-def by_channel(weights: Any = CHANNELS, dynamic: bool = True) -> dict[str, Any]:
+def by_channel(weights: Any = CHANNELS, dynamic: bool = True, **more: Any) -> dict[str, Any]:
     group = {"weights": weights, "input_activations": {"strategy": "token", "dynamic": dynamic}}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group} | more}
 
 
 def test_a_configuration_by_channel_is_read():
@@ -312,6 +315,7 @@ def test_a_configuration_by_channel_is_read():
     [
         ({"quantization_config": by_channel(dynamic=False)}, "compressed-tensors' of 'channel'"),
         ({"quantization_config": by_channel({**CHANNELS, "type": "int"})}, "of 'channel'"),
+        ({"quantization_config": by_channel(b={"weights": CHANNELS})}, "of 'channel'"),
         ({"quantization_config": {"config_groups": {"a": {"weights": {
             "type": "int", "num_bits": 8, "block_structure": [128, 128]}}}}}, "got None of"),
         *((fp8(quant_method=method), re.escape(f"got {method!r} of"))
@@ -396,9 +400,10 @@ def test_experts_in_mxfp4_are_packed_as_by_the_server(config, monkeypatch):
 @pytest.mark.parametrize(
     "changes", [{"num_bits": 8}, {"group_size": 16}, {"type": "int"}, {"strategy": "channel"}]
 )
-def test_four_bits_of_another_kind_are_refused(changes):
+def test_four_bits_of_another_kind_are_refused_in_one_group_too(changes):
     (group,) = W4A8["config_groups"].values()
-    changed = {**W4A8, "config_groups": {"a": {**group, "weights": group["weights"] | changes}}}
+    changed = {**group, "weights": group["weights"] | changes}
+    changed = {**W4A8, "config_groups": {"a": group, "b": changed}}
     with pytest.raises(ValueError, match="quantization_config: expected FP8 in blocks"):
         bake.read_model("a", {**SMALL, "quantization_config": changed})
 
