@@ -265,6 +265,33 @@ def test_every_known_model_is_served(monkeypatch) -> None:
     assert bake.find_model("minimax-m2") == bake.Model("minimax-m2", 256, 8, 3072, 1536)
 
 
+PUBLISHED = {
+    "deepseek-v3": 671, "glm-5": 744, "kimi-k2": 1026.5, "minimax-m2": 229,
+    "qwen3-235b-a22b": 235.1, "qwen3-30b-a3b": 30.53, "qwen3-30b-a3b-mxfp4": 30.53,
+}  # fmt: skip
+"""Billions of parameters."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_model_has_as_many_parameters_as_published(name) -> None:
+    of, model = bake.MODELS[name], bake.find_model(name)
+    hidden, heads = of["hidden_size"], of["num_attention_heads"]
+    if "kv_lora_rank" in of:
+        rank, rope, value = of["kv_lora_rank"], of["qk_rope_head_dim"], of["v_head_dim"]
+        key = of["qk_nope_head_dim"]
+        attention = of["q_lora_rank"] * (hidden + heads * (key + rope)) + hidden * (rank + rope)
+        attention += heads * (rank * (key + value) + value * hidden)
+    else:
+        attention = 2 * hidden * of["head_dim"] * (heads + of["num_key_value_heads"])
+    experts = 3 * hidden * model.intermediate * (model.experts + model.shared)
+    # The published DeepSeek-V3 and GLM-5 have three dense layers.
+    dense = {"deepseek-v3": 3, "glm-5": 3, "kimi-k2": 1}.get(name, 0)
+    layers, embeddings = of["num_hidden_layers"], 2 * of["vocab_size"] * hidden
+    total = layers * attention + (layers - dense) * experts + embeddings
+    total += dense * 3 * hidden * of["intermediate_size"]
+    assert total / 1e9 == pytest.approx(PUBLISHED[name], rel=3e-3)
+
+
 GROUPS = {"group_0": {"weights": {"strategy": "block", "block_structure": [128, 128]}}}
 
 
