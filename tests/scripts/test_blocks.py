@@ -226,6 +226,8 @@ def test_a_kernel_that_begins_before_the_last_one_ends_overlaps_on_the_time_line
     (first, _) = picture.draw().axes
     bars = [(bar.get_x(), bar.get_width()) for bar in first.patches]
     assert bars == [(0.0, 3.0), (1.0, 40.0), (42.0, 6.0)]
+    lines = first.get_xgridlines()[0], first.get_ygridlines()[0]
+    assert [line.get_visible() for line in lines] == [True, False], "to read times by"
 
 
 def test_failures_stand_below_a_sweep(tmp_path: Path) -> None:

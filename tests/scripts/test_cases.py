@@ -57,6 +57,7 @@ def test_solutions_are_selected_by_whole_or_short_names_and_by_patterns() -> Non
     with pytest.raises(UsageError, match="^no solution c, d\\*; there are: v1, v2, b$"):
         cases.select_solutions(every, ["v1", "c", "d*"])
     names = [s.name for s in every]
+    assert options.select_names(names, ["b", "v1", "v*"]) == names, "each once, in their order"
     assert options.one_name(names, "v2", "--against") == names[1]
     with pytest.raises(UsageError, match="^--against v.: names .*_v1, .*_v2; name one$"):
         options.one_name(names, "v?", "--against")
