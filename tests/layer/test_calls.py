@@ -300,14 +300,19 @@ def failing(layer: FusedLayer, error: Exception) -> FusedLayer:
     def fails(inputs, output) -> None:
         raise error
 
-    layer.calls[0, TOKENS] = fails, layer.calls[0, TOKENS][1]
+    ((key, (_, expected)),) = layer.calls.items()
+    layer.calls[key] = fails, expected
     return layer
 
 
-def test_refusals_of_the_compiled_function_are_explained(layer, called, monkeypatch):
-    monkeypatch.setattr(layer_module, "check_call", refuse)
+@pytest.mark.parametrize(("make", "arguments"), LAYERS.values(), ids=LAYERS)
+def test_refusals_of_the_compiled_function_are_explained(make, arguments, called, monkeypatch):
+    layer, asked = make(out_name="out"), []
+    layer(*arguments())
+    monkeypatch.setattr(layer_module, "check_call", lambda *of: asked.extend(of) or refuse())
     with pytest.raises(ValueError, match="said why"):
-        failing(layer, TypeError("argument 7"))(*call())
+        failing(layer, TypeError("argument 7"))(*arguments())
+    assert asked[2:] == [layer.shape, layer.form, "out"]
 
 
 def test_another_error_of_a_good_call_stays_what_it_is(layer, called):
