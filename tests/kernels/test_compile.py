@@ -265,6 +265,12 @@ def test_swiglu_quant(compiled_code):
     )
 
 
+def wide_offsets(ptx: str) -> int:
+    """Count the offsets of rows of 7168 values that are products of 64 bits: 32 are too few from
+    2**31 values on."""
+    return len(re.findall(r"mul\.wide\.u32[^;]*, (?:7168|14336);", ptx))
+
+
 def test_permute(compiled_code):
     ptx, cubin = compiled_code(compile_permute, 7168, 8, HOPPER.target)
     loads = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
@@ -273,6 +279,7 @@ def test_permute(compiled_code):
     assert len(loads) == 2 + 7 and max(loads) < ptx.index("st.global")
     # A row of 7 vectors a thread and one scale, for each of 8 slots.
     assert sorted(stores) == ["st.global.b32"] * 8 + ["st.global.v4.b32"] * 56
+    assert wide_offsets(ptx) == 1 + 8, "of the token and its rows"
     used = resources(cubin)
     assert used["frame"] == 0 and used["registers"] <= 64
 
@@ -482,6 +489,7 @@ def test_permute_of_bfloat16(compiled_code):
     # A row of 7 vectors and as many scales, of every eighth thread, for each of 8 slots.
     stores = sorted(re.findall(r"st\.global\S*", ptx))
     assert stores == ["st.global.b32"] * 56 + ["st.global.v4.b32"] * 56
+    assert wide_offsets(ptx) == 1 + 8, "of the token and its rows"
     used = resources(cubin)
     assert used["frame"] == 0 and used["registers"] <= 128
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from faults import misaligned
 from markers import backends, more, only
 from moe_fp8 import experts, fused_moe
 from moe_fp8.layer import bytes_of
@@ -79,7 +80,8 @@ def test_a_compiler_keeps_the_type():
     [("sm_90a", "8 swapped"), *more(("sm_90a", "128"), ("sm_100a", "16 swapped in pairs"))],
 )
 def test_the_kernels_bits_are_those_of_float32(target, name, emulator, monkeypatch):
-    """The scales include the least exponent, which is subnormal, and the byte that is a NaN."""
+    """The scales begin at odd addresses. They include the least exponent, which is subnormal, and
+    the byte that is a NaN."""
     use_target(monkeypatch, target)
     inputs = inputs_of(9, 4)
     scales = {}
@@ -87,7 +89,7 @@ def test_the_kernels_bits_are_those_of_float32(target, name, emulator, monkeypat
         exponents = torch.randint(120, 134, getattr(inputs, field).shape, dtype=torch.uint8)
         exponents[1, 0, 0] = 0
         exponents[2, -1, -1] = 255
-        scales[field] = exponents.view(E8M0)
+        scales[field] = misaligned(exponents).view(E8M0)
     inputs = inputs._replace(**scales)
     plain = inputs._replace(**{field: scale.float() for field, scale in scales.items()})
     form, configs = dataclasses.replace(Form(), weight_scale=E8M0), configs_of(target, name)

@@ -802,8 +802,9 @@ def test_source_digest_follows_imports(tmp_path, monkeypatch):
     kernel = importlib.import_module("copied_moe_fp8.kernels.gemm_sm90").GemmSm90
 
     def sources(edited: str) -> str:
-        with (copied.PACKAGE_ROOT / "kernels" / f"{edited}.py").open("a") as file:
-            file.write("\n")
+        file = copied.PACKAGE_ROOT / "kernels" / f"{edited}.py"
+        text = file.read_text()
+        file.write_text(text[:3] + "_" + text[4:])  # the docstring's first letter: no other size
         copied._source_digest.cache_clear()  # as in a new process
         return copied.description(kernel, (), (), ARCH)["sources"]
 
