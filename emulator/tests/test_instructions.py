@@ -64,6 +64,8 @@ INTEGERS = {
     "bfind.shiftamt.u32 %r4, %r2;": lambda a, b: 32 - (a & MASK).bit_length() if a else -1,
     "bfe.u32 %r4, %r2, 5, 9;": lambda a, b: field(a, 5, 9),
     "bfe.s32 %r4, %r2, 5, 9;": lambda a, b: signed(field(a, 5, 9), 9),
+    "bfe.u32 %r4, %r2, 25, 20;": lambda a, b: field(a, 25, 20),  # ends behind the highest bit
+    "bfe.s32 %r4, %r2, 25, 20;": lambda a, b: a >> 25,
     "bfi.b32 %r4, %r2, %r3, 7, 11;": lambda a, b: b & ~(2047 << 7) | (a & 2047) << 7,
     "prmt.b32 %r4, %r2, %r3, 0x3F1D;": lambda a, b: choose(a, b, 0x3F1D),
     "lop3.b32 %r4, %r2, %r3, 12345, 0x96;": lambda a, b: a ^ b ^ 12345,
@@ -76,6 +78,8 @@ INTEGERS = {
     "mul.wide.s32 %rd4, %r2, %r3; shr.s64 %rd4, %rd4, 17; cvt.u32.u64 %r4, %rd4;": lambda a, b: (
         a * b >> 17
     ),
+    "cvt.s64.s32 %rd4, %r2; mad.lo.s64 %rd4, %rd4, 3145728, %rd4; shr.s64 %rd4, %rd4, 32; "
+    "cvt.u32.u64 %r4, %rd4;": lambda a, b: a * 3145729 >> 32,
     "cvt.s32.s8 %r4, %r2;": lambda a, b: signed(a, 8),
     "cvt.u32.u16 %r4, %r2;": lambda a, b: a & 0xFFFF,
     "cvt.sat.u8.s32 %r4, %r2;": lambda a, b: min(max(a, 0), 255),

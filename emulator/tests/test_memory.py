@@ -28,6 +28,35 @@ def test_widths_and_vectors():
     assert torch.equal(out, torch.stack(columns, 1))
 
 
+@pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_lane_has_two_neighbours_of_each_matrix(count, trans):
+    """Lane l gives the address of row l % 8 of matrix l // 8. stmatrix undoes ldmatrix."""
+    form = f"sync.aligned.m8n8.x{count}{trans}.shared.b16"
+    registers = ", ".join(f"%r{10 + i}" for i in range(count))
+    stored = " ".join(f"st.global.u32 [%rd2+{4 * i}], %r{10 + i};" for i in range(count))
+    body = f"""
+    {address("%rd1", "x", "%r1", 16)} {address("%rd2", "out", "%r1", 4 * count)}
+    {address("%rd3", "back", "%r1", 16)} shl.b32 %r2, %r0, 4;
+    mov.u32 %r20, tile; add.s32 %r20, %r20, %r2; add.s32 %r21, %r20, 512;
+    ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd1];
+    st.shared.v4.b32 [%r20], {{%r4, %r5, %r6, %r7}}; bar.sync 0;
+    ldmatrix.{form} {{{registers}}}, [%r20]; {stored}
+    stmatrix.{form} [%r21], {{{registers}}}; bar.sync 0;
+    setp.ge.u32 %p1, %r0, {8 * count}; @%p1 ret;
+    ld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r21];
+    st.global.v4.b32 [%rd3], {{%r4, %r5, %r6, %r7}};
+    """
+    x = torch.arange(256).short().view(torch.int32).view(32, 4)
+    out, back = zeros(32, count), zeros(8 * count, 4)
+    text = kernel("u64 x, u64 out, u64 back", body, ".shared .align 16 .b8 tile[1024];")
+    assert not run(text, x, out, back).hazards
+    matrices = x.view(torch.int16).view(4, 8, 8)[:count]
+    matrices = matrices.mT.contiguous() if trans else matrices
+    assert torch.equal(out, matrices.reshape(count, 32, 2).view(torch.int32)[..., 0].T)
+    assert torch.equal(back, x[: 8 * count])
+
+
 def test_a_signed_load_fills_a_wider_register():
     """Its low half is the value of a 32-bit register."""
     body = f"""

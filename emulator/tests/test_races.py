@@ -248,6 +248,22 @@ def test_lanes_see_the_copies_of_others_after_a_warp_sync(wait, mode):
         check(f"{copy} bar.warp.sync -1; {read}", {"bar.warp.sync -1;": "shared-race"})
 
 
+def test_a_wait_completes_all_copies_of_all_groups_but_the_last(mode):
+    """A lane copies two words in the first group, one in the second; it may not read that yet."""
+    copy = "cp.async.ca.shared.global [%r22+{0}], [%rd1+{0}], 4;".format
+    body = f"""
+    {address("%rd1", "x", "%r0", 4)} {address("%rd2", "out", "%r0", 4)}
+    {copy(0)} {copy(128)} cp.async.commit_group; {copy(256)} cp.async.commit_group;
+    cp.async.wait_group 1; ld.shared.u32 %r6, [%r22]; ld.shared.u32 %r7, [%r22+128];
+    st.global.u32 [%rd2], %r6; st.global.u32 [%rd2+128], %r7;
+    """
+    x, out = torch.arange(1, 97).int(), zeros(64)
+    assert hazards(body, x, out, parameters="u64 x, u64 out") == set()
+    assert torch.equal(out, x[:64])
+    too_early = body.replace("[%r22+128];\n", "[%r22+256];\n")
+    assert "shared-race" in hazards(too_early, x, out, parameters="u64 x, u64 out")
+
+
 @pytest.mark.parametrize("between", [*PER_LANE, "wgmma.wait_group.sync.aligned 0;"])
 def test_what_orders_a_lane_does_not_show_others_its_copies(between):
     start = "@%p0 mbarrier.init.shared.b64 [%r20+8], 32; bar.sync 0;"
