@@ -167,6 +167,26 @@ def test_initialised_twice_in_the_middle_of_a_phase():
     assert run(kernel("u64 x", body, TOP), zeros(1)).hazard_kinds() == {"mbarrier-reinit"}
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        "st.shared.u32 [bars+PLACE], 1;",
+        "atom.shared.add.u32 %r9, [bars+PLACE], 1;",
+        "cp.async.ca.shared.global [bars+PLACE], [%rd1], 4; cp.async.wait_all;",
+    ],
+)
+def test_a_write_to_an_mbarrier(write):
+    """One beside it is none, nor is one to where an mbarrier was."""
+    start = f"ld.param.u64 %rd1, [x]; {INIT.format(count=1)} @%p0 st.shared.u32 [bars+8], 0;"
+    for before, place, expected in [
+        ("", "4", {"mbarrier-overwritten"}),
+        ("", "8", set()),
+        ("@%p0 mbarrier.inval.shared.b64 [bars];", "4", set()),
+    ]:
+        body = f"{start} {before} @%p0 {write.replace('PLACE', place)}"
+        assert run(kernel("u64 x", body, TOP), zeros(1)).hazard_kinds() == expected, place
+
+
 RELAXED = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
 BY_THE_FIRST = """
     mov.u32 %r9, %cluster_ctarank; setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r9, 0;

@@ -82,6 +82,14 @@ def test_swizzles(swizzle, mode):
     }  # fmt: skip
 
 
+def test_a_box_over_its_mbarrier():
+    x, out = torch.arange(256).int().view(8, 32), zeros(8, 32)
+    inside = "mov.u32 %r20, tile; add.u32 %r20, %r20, 64;"
+    text = load_kernel(256).replace("mov.u32 %r20, bar;", inside)
+    report = run_with(x, text, tensor_map(x, (8, 32)), 0, 0, out)
+    assert report.hazard_kinds() == {"mbarrier-overwritten"}
+
+
 @pytest.mark.parametrize(("column", "row"), [(-4, -2), (28, 12), (0, 100), (4, 0)])
 def test_outside_the_tensor_are_zeros(column, row):
     x = torch.arange(1, 513).float().view(16, 32)

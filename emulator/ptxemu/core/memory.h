@@ -293,8 +293,20 @@ static void order_global(Machine& m, Launch& l, const Actor& me, u64 address, u3
 static auto place_in(const Cta& t) {
   return [&](u64 at) { return fmt("shared offset %lu of CTA rank %d", at, t.rank); };
 }
+// Return the first mbarrier in these bytes of shared memory, or -1.
+static int mbar_in(const Cta& t, u32 off, u32 n) {
+  for (u32 i = off / 8; i <= (off + n - 1) / 8; i++)
+    if (t.is_mbar[i]) return i;
+  return -1;
+}
 static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,
                          int line) {
+  int bar = write ? mbar_in(t, off, n) : -1;
+  if (bar >= 0)  // The state of `mbars` stays whole; a GPU's is lost.
+    l.hazard("mbarrier-overwritten", line,
+             fmt("%s writes to the mbarrier at shared offset %d of CTA rank %d, initialised at PTX "
+                 "line %d",
+                 describe(m, m.agents[me.agent]).c_str(), 8 * bar, t.rank, t.mbars[bar].init_line));
   order(m, l, me, t.shadow, off, n, write, true, line, place_in(t));
 }
 // The check of accesses to a quarter of tensor memory, the 32 lanes of a warp. A CTA's tcgen05
@@ -478,7 +490,8 @@ static void async_write(const Async& op, const Actor& me, Cta& t, u32 off, const
 static bool clean_chunks(const Async& op, const Actor& me, Cta& t, const std::vector<u32>& at,
                          bool write) {
   for (u32 off : at)
-    if (off + 16 > t.smem.size() || (!write && !all_written(t, off, 16))) return false;
+    if (off + 16 > t.smem.size() || (write ? mbar_in(t, off, 16) >= 0 : !all_written(t, off, 16)))
+      return false;
   if (!op.m->opt.check_races) return true;
   auto place = place_in(t);
   Order<decltype(place)> check{*op.m, *op.launch, me, 0, 0, write, true, op.ins->line, place};
