@@ -23,7 +23,7 @@ OTHERS = (
     "traces",
 )
 """The further contents of a clone without git."""
-EXPORT = "/tmp/h100"
+EXPORT = "/tmp/h200"
 """The directory of an export on the page."""
 SHIMS = {
     "python3": "",
