@@ -23,8 +23,6 @@ OTHERS = (
     "traces",
 )
 """The further contents of a clone without git."""
-EXPORT = "/tmp/h200"
-"""The directory of an export on the page."""
 SHIMS = {
     "python3": "",
     "flashinfer-bench": ' -c "from flashinfer_bench.cli.main import cli; cli()"',
@@ -76,7 +74,7 @@ class Clone:
         """Run a command of a page."""
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         env |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        command = command.replace(EXPORT, str(self.place / "export"))
+        command = re.sub(r"/tmp/\w+", str(self.place / "export"), command)
         command = f'PATH="{self.place / "bin"}:$PATH"; {command}'
         return subprocess.run(
             ["bash", "-c", command], cwd=self.root, env=env, capture_output=True, text=True
