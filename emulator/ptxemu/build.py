@@ -1,5 +1,6 @@
 """Builds the C++ core on first use and keeps it in the user's cache directory."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -37,7 +38,8 @@ def library() -> Path:
     """
     compiler = _compiler()
     built = _directory() / f"libptxemu-{_digest(compiler)}.so"
-    if built.exists():
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(built)  # it was used: processes of other sources do not remove it
         return built
     if compiler is None:
         raise NoCompiler(
@@ -47,7 +49,7 @@ def library() -> Path:
     with open(built.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            draft = built.with_suffix(f".{os.getpid()}.tmp")
+            draft = built.with_suffix(".tmp")
             command = [compiler, *FLAGS, "-o", str(draft), str(SOURCES / "core.cpp")]
             result = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
             if result.returncode != 0:
@@ -66,6 +68,7 @@ def _first_error(messages: str) -> str:
 
 
 def _remove_old(directory: Path) -> None:
+    """Remove the libraries that were not used for longest."""
     libraries = sorted(directory.glob("*.so"), key=lambda path: path.stat().st_mtime)
     for library in libraries[:-MAX_LIBRARIES]:
         library.unlink(missing_ok=True)
