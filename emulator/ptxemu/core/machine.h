@@ -235,7 +235,6 @@ struct Cta {
   Shadow shadow, tmem_shadow;
   Flags flags;
   std::vector<MBar> mbars;
-  std::vector<bool> is_mbar;  // the valid ones; every write to shared memory asks
   std::vector<u32> tmem;
   std::vector<u8> tmem_init;
   std::vector<s8> tmem_owner;  // owner per column

@@ -296,7 +296,7 @@ static auto place_in(const Cta& t) {
 // Return the first mbarrier in these bytes of shared memory, or -1.
 static int mbar_in(const Cta& t, u32 off, u32 n) {
   for (u32 i = off / 8; i <= (off + n - 1) / 8; i++)
-    if (t.is_mbar[i]) return i;
+    if (t.mbars[i].valid) return i;
   return -1;
 }
 static void order_shared(Machine& m, Launch& l, const Actor& me, Cta& t, u32 off, u32 n, bool write,

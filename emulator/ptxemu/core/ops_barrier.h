@@ -170,7 +170,6 @@ static Status h_mbar_init(ARGS) {
     b.initialised.lanes = 1u << l;
     b.agent = new_agent(c.m, *own, -1, "asynchronous copy");
     memset(&own->init[a & OFF_MASK], 1, 8);
-    own->is_mbar[(a & OFF_MASK) / 8] = true;
     c.m.effects++;
   });
   return NEXT;
@@ -183,10 +182,8 @@ static Status h_mbar_init_fence(ARGS) {
 }
 static Status h_mbar_inval(ARGS) {
   lanes(c.mask, [&](int l) {
-    u32 a = to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1));
-    Cta* own;
-    MBar& b = mbar_at(c.cta, a, &c, I.line, &own);
-    b.valid = own->is_mbar[(a & OFF_MASK) / 8] = false;
+    MBar& b = mbar_at(c.cta, to_shared(c, I.i1, addr_of(c, I.o[0], l, I.i1)), &c, I.line);
+    b.valid = false;
     wake_sleepers(b);
   });
   return NEXT;

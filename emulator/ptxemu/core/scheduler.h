@@ -50,7 +50,6 @@ static void start_cluster(Machine& m, Launch& launch, std::array<u32, 3> k) {
     m.noise.fill(t->smem, launch.smem_size);
     t->init.assign(launch.smem_size, 0);
     t->mbars.resize(launch.smem_size / 8 + 1);
-    t->is_mbar.resize(t->mbars.size());
     t->agent = new_agent(m, *t, -1, "");
     t->started = ++m.tick;
     if (!launch.sm90) {
