@@ -68,7 +68,7 @@ import triton, triton.language as tl
 
 @triton.jit
 def double(x, n, BLOCK: tl.constexpr):
-    """Of n."""
+    """Double the first value."""
     tl.store(x, 2 * tl.load(x))
 
 @triton.autotune(configs=[])

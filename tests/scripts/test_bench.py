@@ -258,7 +258,7 @@ UNREADABLE = {
               "'x' expected .3, 8., got .3, 9.; get it anew"),
     "absent": (None, "No such file.*; get it anew"),
 }  # fmt: skip
-"""By a workload's name the content of its tensors' file, and what is said of it."""
+"""Contents of a workload's tensor file by the workload's name, and the message."""
 
 
 @pytest.mark.parametrize("cpu", [[], ["--cpu"]], ids=["gpu", "cpu"])
